@@ -1,0 +1,52 @@
+"""What replaces an ablated head's output z: its mean, or another window's z, on calibration text.
+
+(Zero needs no baseline: `gate_heads(..., baseline=None)`.)
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mhaprune.architectures import head_shape
+from mhaprune.gating import captured_z
+from mhaprune.perplexity import window_batch
+from mhaprune.windows import Window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def mean_z(
+    model: "PreTrainedModel",
+    ids: Int[Tensor, "token"],
+    windows: Sequence[Window],
+    rows_per_batch: int,
+) -> Float[Tensor, "layer head d_head"]:
+    """Return each head's z averaged over every input position of the windows, summed in float64."""
+    shape = head_shape(model)
+    sums = torch.zeros(shape.num_layers, shape.num_heads, shape.d_head, dtype=torch.float64)
+    for first in range(0, len(windows), rows_per_batch):
+        chunk = windows[first : first + rows_per_batch]
+        inputs, _ = window_batch(ids, chunk)
+        lengths = torch.tensor([window.num_inputs for window in chunk])
+        is_input = torch.arange(inputs.shape[1]) < lengths[:, None]
+        with captured_z(model) as captured:
+            model.base_model(inputs.to(model.device), use_cache=False)
+        for layer, z in enumerate(captured):
+            sums[layer] += z.cpu()[is_input].sum(0, dtype=torch.float64)
+    total = sum(window.num_inputs for window in windows)
+    return (sums / total).float()
+
+
+@torch.no_grad()
+def donor_z(
+    model: "PreTrainedModel", inputs: Int[Tensor, "row pos"], layer: int
+) -> Float[Tensor, "row pos head d_head"]:
+    """Return one layer's z on other windows, position by position, as a resample baseline."""
+    with captured_z(model) as captured:
+        model.base_model(inputs.to(model.device), use_cache=False)
+    return captured[layer]

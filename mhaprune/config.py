@@ -1,0 +1,285 @@
+"""What a run is configured by: the schema, its checks, and how a program starts from it.
+
+The only module besides `experiments/` that knows Hydra. A program gets a validated dataclass and
+its run directory; whatever is wrong with a configuration is one line and exit code 2.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+
+Schema = TypeVar("Schema")
+
+
+def one_of(key: str, value: str, options: tuple[str, ...]) -> None:
+    if value not in options:
+        raise ValueError(f"{key}={value} is not one of {', '.join(options)}")
+
+
+def at_least(key: str, value: float | int | None, least: float | int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{key}={value} must be at least {least}")
+
+
+@dataclass
+class ModelConfig:
+    """Which model: the demo, one on the hub (`hub_id`, `revision`), or a local directory."""
+
+    name: str
+    hub_id: str | None = None
+    revision: str | None = None
+    path: str | None = None
+    gguf_file: str | None = None
+    dtype: str = "float32"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        one_of("model.dtype", self.dtype, ("float32", "float64", "bfloat16"))
+        if self.dtype == "bfloat16":
+            raise ValueError(
+                "model.dtype=bfloat16 shifts every effect by about as much as the redundancy "
+                "tolerance; use float32 or float64"
+            )
+        one_of("model.device", self.device, ("auto", "cpu", "cuda", "mps"))
+
+
+@dataclass
+class DatasetConfig:
+    """Which text is evaluated, and which other text calibrates baselines."""
+
+    name: str
+    source: str
+    num_stories: int = 400
+    hub_id: str | None = None
+    config_name: str | None = None
+    split: str | None = None
+    calibration_split: str | None = None
+    column: str = "text"
+    revision: str | None = None
+    joiner: str = ""
+    document_start: str | None = None
+    path: str | None = None
+    calibration_path: str | None = None
+    calibration_fraction: float = 0.1
+    separator: str = "none"
+    bos: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("dataset.source", self.source, ("stories", "hub", "text"))
+        one_of("dataset.separator", self.separator, ("none", "eos"))
+        at_least("dataset.num_stories", self.num_stories, 1)
+        needed = {"stories": (), "hub": ("hub_id", "split"), "text": ("path",)}
+        for key in needed[self.source]:
+            if getattr(self, key) is None:
+                raise ValueError(f"dataset.source={self.source} needs dataset.{key}")
+        if not 0 < self.calibration_fraction < 1:
+            raise ValueError(
+                f"dataset.calibration_fraction={self.calibration_fraction} must lie between 0 and 1"
+            )
+
+
+@dataclass
+class EvaluationConfig:
+    """How the text is cut into windows, and when a head counts as redundant or critical."""
+
+    context_length: int | None = None
+    stride: int | None = None
+    max_windows: int | None = None
+    first_token: str = "scored"
+    calibration_windows: int = 32
+    rows_per_batch: int = 16
+    windows_per_unit: int = 4
+    confidence: float = 0.95
+    resamples: int = 10_000
+    tolerance_nats: float = 0.01
+    critical_nats: float = 0.05
+
+    def __post_init__(self) -> None:
+        one_of("evaluation.first_token", self.first_token, ("scored", "unscored"))
+        for key in ("context_length", "stride", "calibration_windows", "rows_per_batch"):
+            at_least(f"evaluation.{key}", getattr(self, key), 1)
+        at_least("evaluation.windows_per_unit", self.windows_per_unit, 1)
+        at_least("evaluation.max_windows", self.max_windows, 2)
+        at_least("evaluation.resamples", self.resamples, 100)
+        if self.stride and self.context_length and self.stride > self.context_length:
+            raise ValueError(
+                f"evaluation.stride={self.stride} is above evaluation.context_length="
+                f"{self.context_length}; tokens in between would never be scored"
+            )
+        if not 0.5 <= self.confidence < 1:
+            raise ValueError(f"evaluation.confidence={self.confidence} must lie in [0.5, 1)")
+        if not 0 < self.tolerance_nats <= self.critical_nats:
+            raise ValueError(
+                f"expected 0 < evaluation.tolerance_nats <= evaluation.critical_nats, "
+                f"got {self.tolerance_nats} and {self.critical_nats}"
+            )
+
+
+@dataclass
+class AblationConfig:
+    """What replaces an ablated head's output."""
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        one_of("ablation.kind", self.kind, ("zero", "mean", "resample"))
+
+
+@dataclass
+class TrackerConfig:
+    """How the run is shown in Weights & Biases."""
+
+    mode: str
+    project: str = "mhaprune"
+    name: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        one_of("tracker.mode", self.mode, ("offline", "online", "none"))
+
+
+@dataclass
+class RankHeadsConfig:
+    """The whole configuration of `experiments/rank_heads.py`."""
+
+    model: ModelConfig
+    dataset: DatasetConfig
+    evaluation: EvaluationConfig
+    ablation: AblationConfig
+    tracker: TrackerConfig
+    heads: list[str] = field(default_factory=lambda: ["L*H*"])
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+
+
+def validate(config: Mapping[str, Any], schema: type[Schema]) -> Schema:
+    """Return the configuration as the schema's dataclass; ValueError says what is wrong."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))  # a default would cover up for a ???
+        if missing:
+            add = " ".join(f"{key}=..." for key in missing)
+            raise ValueError(f"no value for {', '.join(missing)}; add {add}")
+        made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
+    except OmegaConfBaseException as error:
+        raise ValueError(one_line(error)) from error
+    assert isinstance(made, schema)
+    return made
+
+
+def plain(config: object) -> dict[str, Any]:
+    """Return a configuration dataclass as nested dicts of plain values."""
+    made = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
+
+
+def one_line(error: BaseException) -> str:
+    """Return the part of an error's message that tells a user what to mend."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={option} is not one of {', '.join(error.options)}"
+    if lines[0].startswith("Ambiguous value"):
+        return f"{lines[0]}: add -m to run one job for each, or write [...] for a list"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override}: {lines[0]}"
+    if lines[0].startswith("Could not override") or isinstance(error, ConfigKeyError):
+        key = getattr(error, "full_key", None) or lines[0].split("'")[1]
+        return f"{key} is not in the configuration; --cfg job shows what is"
+    where = [line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")]
+    if where and "is not a ListConfig" in lines[0]:
+        return f"{where[0]} is a list; write {where[0]}=[...]"
+    if where and where[0] and where[0] not in lines[0]:
+        return f"{where[0]}: {lines[0]}"
+    return lines[0]
+
+
+@contextmanager
+def plain_exits() -> Iterator[None]:
+    """Turn a user's mistake into one line and exit code 2, an interruption into 130.
+
+    With MHAPRUNE_TRACEBACK set, a mistake is raised as it is.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get("MHAPRUNE_TRACEBACK"):
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run_program(
+    task: Callable[[Schema, Path, bool], None], schema: type[Schema], config_name: str
+) -> None:
+    """Start a program: `task(config, run_directory, resumed)`, once or, with `-m`, for each job.
+
+    `resume=RUN_DIR` goes on with the configuration that the run was started with. For exit codes
+    see `plain_exits`; in a sweep, Hydra first says which job failed, and the other jobs run.
+    """
+
+    def run(config: Mapping[str, Any]) -> None:
+        alone = HydraConfig.get().mode is RunMode.RUN
+        with plain_exits() if alone else nullcontext():
+            task(validate(config, schema), Path(HydraConfig.get().runtime.output_dir), False)
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing and exiting
+    with plain_exits():
+        arguments = sys.argv[1:]
+        resumed = [argument for argument in arguments if argument.startswith("resume=")]
+        if resumed:
+            directory = resumed_directory(resumed[0].removeprefix("resume="), arguments)
+            saved = OmegaConf.load(directory / ".hydra" / "config.yaml")
+            assert isinstance(saved, DictConfig)
+            task(validate(saved, schema), directory, True)
+        else:
+            refuse_used_directory(arguments)
+            start = hydra.main(
+                version_base="1.3", config_path=str(CONF_DIR), config_name=config_name
+            )
+            start(run)()
+
+
+def resumed_directory(value: str, arguments: list[str]) -> Path:
+    """Return the run to resume; ValueError where there is none, or where more is asked."""
+    others = [argument for argument in arguments if not argument.startswith("resume=")]
+    if others:
+        raise ValueError(
+            f"resume takes the configuration of the run it resumes; leave out {' '.join(others)}"
+        )
+    directory = Path(value)
+    if not (directory / ".hydra" / "config.yaml").is_file():
+        raise ValueError(f"resume={value}: no run there (no {value}/.hydra/config.yaml)")
+    return directory
+
+
+def refuse_used_directory(arguments: list[str]) -> None:
+    """Raise ValueError where the run directory asked for already holds a run."""
+    for argument in arguments:
+        value = argument.removeprefix("hydra.run.dir=")
+        if value != argument and (Path(value) / "manifest.json").exists():
+            raise ValueError(
+                f"{value} already holds a run; go on with it by resume={value}, or choose another "
+                f"directory"
+            )

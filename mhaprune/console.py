@@ -1,0 +1,150 @@
+"""What a run says in the terminal: progress with time left, protocol, ranking, files."""
+
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol as Interface
+from typing import runtime_checkable
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+VERDICT_STYLES = {
+    "critical": "bold red",
+    "useful": "yellow",
+    "redundant": "green",
+    "harmful": "magenta",
+    "undetermined": "dim",
+}
+
+
+@runtime_checkable
+class EffectRow(Interface):
+    """What is shown of a head."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def effect_nats(self) -> float: ...
+    @property
+    def ci_low(self) -> float: ...
+    @property
+    def ci_high(self) -> float: ...
+    @property
+    def delta_ppl(self) -> float: ...
+    @property
+    def verdict(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+
+
+def quiet_third_parties() -> None:
+    """Keep the libraries' chatter and progress bars off the console; errors still show."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("transformers", "datasets", "huggingface_hub", "httpx", "wandb", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(transformers|datasets|wandb|torch)\b")
+
+
+@contextmanager
+def progress(console: Console, description: str, total: int) -> Iterator["Advance"]:
+    """Show a progress bar with the time left; the value yielded is called with what was done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+@runtime_checkable
+class Advance(Interface):
+    """Moves a progress bar on."""
+
+    def __call__(self, amount: int) -> None: ...
+
+
+def say(console: Console, line: str) -> None:
+    """Print one line as it is: no markup, and not broken where the terminal ends."""
+    console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def print_baseline(console: Console, summary: Mapping[str, float | int | str]) -> None:
+    """Print the intact model's perplexity, and over what the intervals are taken."""
+    say(
+        console,
+        f"Intact perplexity {summary['baseline/perplexity']:.3f} "
+        f"[{summary['baseline/perplexity_low']:.3f}, {summary['baseline/perplexity_high']:.3f}], "
+        f"{summary['baseline/nats_per_token']:.4f} nats/token, "
+        f"{summary['baseline/bits_per_byte']:.3f} bits/byte; "
+        f"intervals by {summary['intervals/method']}",
+    )
+    console.print()
+
+
+def print_ranking(
+    console: Console, rows: Sequence[EffectRow], confidence: float = 0.95, count: int = 10
+) -> None:
+    """Print the `count` most important and most redundant heads, and how many have which verdict.
+
+    `confidence` is that of the intervals, between 0 and 1. Every row fits into 80 columns.
+    """
+    ranked = sorted(rows, key=lambda row: row.rank)
+    redundant = sorted(
+        (row for row in ranked if row.verdict == "redundant"), key=lambda row: abs(row.effect_nats)
+    )
+    _print_heads(console, "Most important heads", ranked[:count], confidence)
+    if redundant:
+        _print_heads(console, "Most redundant heads", redundant[:count], confidence)
+    counts = Counter(row.verdict for row in rows)
+    parts = [f"{counts[verdict]} {verdict}" for verdict in VERDICT_STYLES if counts[verdict]]
+    say(console, f"{len(rows)} heads: {', '.join(parts)}")
+
+
+def _print_heads(
+    console: Console, title: str, rows: Sequence[EffectRow], confidence: float
+) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("rank", justify="right")
+    table.add_column("head")
+    table.add_column("nats/token", justify="right")
+    table.add_column(f"{100 * confidence:g}% interval", justify="right")
+    table.add_column("perplexity", justify="right")
+    table.add_column("verdict")
+    for row in rows:
+        table.add_row(
+            str(row.rank),
+            f"L{row.layer}H{row.head}",
+            f"{row.effect_nats:+.4f}",
+            f"[{row.ci_low:+.4f}, {row.ci_high:+.4f}]".replace("[", r"\["),
+            f"{row.delta_ppl:+.3f}",
+            f"[{VERDICT_STYLES[row.verdict]}]{row.verdict}[/]",
+        )
+    console.print(table)
+    console.print()
+
+
+def print_files(console: Console, directory: Path) -> None:
+    """Say which files the run directory holds."""
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    say(console, f"Files in {directory}: {', '.join(names)}")

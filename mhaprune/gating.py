@@ -1,0 +1,126 @@
+"""Ablate heads in any decoder: `z <- gate * z + (1 - gate) * baseline`, before W_O mixes them.
+
+A registered attention function or a `head_mask` argument is ignored by some architectures without
+a word; a forward pre-hook on the output projection W_O reaches all of them. What a gate does not
+reach raises, because "nothing changed" would read as "this head does not matter".
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mhaprune.architectures import head_shape, output_projections
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# One gate per head, for the whole batch or for each of its rows: 1 keeps the head, 0 ablates it.
+Gate = Float[Tensor, "layer head"] | Float[Tensor, "batch layer head"]
+# baseline[layer] broadcasts against z, `batch pos head d_head`.
+Baseline = Float[Tensor, "layer head d_head"] | Sequence[Float[Tensor, "..."]]
+
+
+@contextmanager
+def gate_heads(
+    model: "PreTrainedModel", gate: Gate, baseline: Baseline | None = None
+) -> Iterator[None]:
+    """Within this context every forward pass of the model has its heads gated.
+
+    Args:
+        gate: 1 keeps a head, 0 ablates it; `[batch, layer, head]` gates each row of the batch by
+            itself, so that one pass measures several ablations. Gradients flow to it.
+        baseline: what replaces an ablated head's z: one constant per head, or for each layer
+            anything that broadcasts against z; None is zero.
+
+    Raises ValueError where gate or baseline do not fit the model, RuntimeError where a layer's
+    heads were not reached by the time the context ends. Afterwards the model is as before, on
+    errors too.
+    """
+    shape = head_shape(model)
+    if gate.shape[-2:] != (shape.num_layers, shape.num_heads):
+        raise ValueError(
+            f"expected a gate of {shape.num_layers} layers x {shape.num_heads} heads, "
+            f"got shape {list(gate.shape)}"
+        )
+    if baseline is not None and len(baseline) != shape.num_layers:
+        raise ValueError(f"expected {shape.num_layers} layers of baseline, got {len(baseline)}")
+    reached = [False] * shape.num_layers
+
+    def gated(layer: int, z: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        reached[layer] = True
+        heads = z.unflatten(-1, (shape.num_heads, shape.d_head))
+        layer_gate = gate[..., layer, :, None].to(z)
+        if gate.ndim == 3:
+            layer_gate = layer_gate[:, None]
+        kept = layer_gate * heads
+        if baseline is not None:
+            kept = kept + (1 - layer_gate) * baseline[layer].to(z)
+        return kept.flatten(-2)
+
+    with hooked_projections(model, gated):
+        yield
+    if not all(reached):
+        missed = [layer for layer, hit in enumerate(reached) if not hit]
+        raise RuntimeError(f"gating reached no forward pass of layers {missed}")
+
+
+@contextmanager
+def captured_z(model: "PreTrainedModel") -> Iterator[list[Float[Tensor, "batch pos head d_head"]]]:
+    """Yield a list that holds each layer's z, detached, after a forward pass in this context."""
+    shape = head_shape(model)
+    captured: list[Tensor] = [torch.empty(0)] * shape.num_layers
+
+    def capture(layer: int, z: Float[Tensor, "*batch width"]) -> None:
+        captured[layer] = z.detach().unflatten(-1, (shape.num_heads, shape.d_head))
+
+    with hooked_projections(model, capture):
+        yield captured
+
+
+@contextmanager
+def hooked_projections(
+    model: "PreTrainedModel", function: Callable[[int, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Call `function(layer, z)` on what enters each output projection; None leaves z as it is."""
+    with ExitStack() as stack:
+        for layer, projection in enumerate(output_projections(model)):
+            stack.callback(_hook(projection, layer, function).remove)
+        yield
+
+
+def _hook(projection: nn.Module, layer: int, function: Callable[[int, Tensor], Tensor | None]):
+    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        changed = function(layer, inputs[0])
+        return None if changed is None else (changed, *inputs[1:])
+
+    return projection.register_forward_pre_hook(before)
+
+
+@torch.no_grad()
+def check_gating(model: "PreTrainedModel", input_ids: Int[Tensor, "pos"]) -> None:
+    """Raise ValueError unless ablating any one layer's heads changes the model's logits.
+
+    An architecture in which a gate has no effect would otherwise look like one whose heads do not
+    matter.
+    """
+    shape = head_shape(model)
+    row = input_ids[None].to(model.device)
+    intact = model(row, use_cache=False).logits
+    unchanged = []
+    # One pass a layer: equal rows of one batch may differ by rounding, which is no effect.
+    for layer in range(shape.num_layers):
+        gate = torch.ones(shape.num_layers, shape.num_heads)
+        gate[layer] = 0
+        with gate_heads(model, gate):
+            logits = model(row, use_cache=False).logits
+        if torch.equal(logits, intact):
+            unchanged.append(layer)
+    if unchanged:
+        raise ValueError(
+            f"ablating all heads of layers {unchanged} leaves this {model.config.model_type} "
+            f"model's logits unchanged; its effects cannot be measured"
+        )

@@ -1,0 +1,105 @@
+"""Losses -> ranking: effects, intervals, verdicts and ranks, as rows and as files."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from mhaprune.config import EvaluationConfig
+from mhaprune.heads import Head
+from mhaprune.report import effect_grid, effect_heatmap, save_png
+from mhaprune.results import HeadEffect, write_effects, write_json
+from mhaprune.runs import Prepared
+from mhaprune.statistics import VERDICTS, Effects, paired_effects, ranking, verdicts
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A row for each head, in the order of their ranks, and the numbers of the whole run."""
+
+    rows: tuple[HeadEffect, ...]
+    summary: dict[str, float | int | str]
+
+
+def rank(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    intact_nats: Float[np.ndarray, "window"],
+    ablated_nats: Float[np.ndarray, "head window"],
+    config: EvaluationConfig,
+    seed: int,
+) -> Ranking:
+    """Compare the losses of each head's ablation with the intact ones, window by window."""
+    effects = paired_effects(
+        intact_nats,
+        ablated_nats,
+        prepared.num_tokens,
+        prepared.blocks,
+        confidence=config.confidence,
+        num_resamples=config.resamples,
+        seed=seed,
+    )
+    verdict_of = verdicts(effects, config.tolerance_nats, config.critical_nats)
+    rows = head_effects(heads, effects, verdict_of, len(intact_nats))
+    loss = prepared.loss(intact_nats)
+    counts = Counter(verdict_of)
+    summary = {
+        "baseline/nats_per_token": loss.nats_per_token,
+        "baseline/perplexity": loss.perplexity,
+        "baseline/perplexity_low": effects.ppl_intact_low,
+        "baseline/perplexity_high": effects.ppl_intact_high,
+        "baseline/bits_per_byte": loss.bits_per_byte,
+        "heads/num_measured": len(heads),
+        **{f"heads/num_{verdict}": counts[verdict] for verdict in VERDICTS},
+        "intervals/method": effects.method,
+        "intervals/confidence": config.confidence,
+    }
+    return Ranking(tuple(rows), summary)
+
+
+def head_effects(
+    heads: Sequence[Head], effects: Effects, verdict_of: Sequence[str], num_windows: int
+) -> list[HeadEffect]:
+    """Return one row for each head, most important first."""
+    rank_of = ranking(effects.effect_nats)
+    rows = [
+        HeadEffect(
+            layer=head.layer,
+            head=head.head,
+            effect_nats=float(effects.effect_nats[n]),
+            ci_low=float(effects.ci_low[n]),
+            ci_high=float(effects.ci_high[n]),
+            ppl_ablated=float(effects.ppl_ablated[n]),
+            delta_ppl=float(effects.delta_ppl[n]),
+            verdict=verdict_of[n],
+            rank=int(rank_of[n]),
+            delta_ppl_low=float(effects.delta_ppl_low[n]),
+            delta_ppl_high=float(effects.delta_ppl_high[n]),
+            standard_error=float(effects.standard_error[n]),
+            num_windows=num_windows,
+        )
+        for n, head in enumerate(heads)
+    ]
+    return sorted(rows, key=lambda row: row.rank)
+
+
+def write_ranking(
+    directory: Path, ranking: Ranking, num_layers: int, num_heads: int, tolerance_nats: float
+) -> None:
+    """Write effects.csv, heatmap.png and, last, summary.json, whose presence says "finished"."""
+    rows = ranking.rows
+    write_effects(directory / "effects.csv", rows)
+    grid = effect_grid(
+        np.array([row.layer for row in rows]),
+        np.array([row.head for row in rows]),
+        np.array([row.effect_nats for row in rows]),
+        num_layers,
+        num_heads,
+    )
+    verdict_at = {(row.layer, row.head): row.verdict for row in rows}
+    figure = effect_heatmap(grid, verdict_at, directory.name, tolerance_nats)
+    save_png(figure, directory / "heatmap.png")
+    write_json(directory / "summary.json", ranking.summary)

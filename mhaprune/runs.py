@@ -1,0 +1,297 @@
+"""What every program does around its question: load, keep measurements, say what ran.
+
+The glue between the edge modules, used by `experiments/` only.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from mhaprune.baselines import mean_z
+from mhaprune.config import DatasetConfig, EvaluationConfig, RankHeadsConfig, plain
+from mhaprune.gating import check_gating
+from mhaprune.heads import Head
+from mhaprune.load import LoadedModel, load_hub_text, load_model, load_text_file, max_context
+from mhaprune.manifest import manifest
+from mhaprune.perplexity import Protocol, TokenLoss
+from mhaprune.results import write_json
+from mhaprune.scores.leave_one_out import Ablation, Donors, Unit, measure, plan
+from mhaprune.store import Measurement, MeasurementStore, context_key
+from mhaprune.stories import CALIBRATION_SEED, EVALUATION_SEED, story_texts
+from mhaprune.text import Text, Tokens, check_disjoint, split_calibration, tokenize
+from mhaprune.windows import Window, make_windows
+
+LONGEST_DEFAULT_CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and the windows of text it is measured on; calibration windows are all full."""
+
+    loaded: LoadedModel
+    tokens: Tokens
+    windows: tuple[Window, ...]
+    calibration: Tokens
+    calibration_windows: tuple[Window, ...]
+    protocol: Protocol
+
+    @property
+    def num_tokens(self) -> Int[np.ndarray, "window"]:
+        """Scored tokens of each window."""
+        return np.array([window.num_scored for window in self.windows])
+
+    @property
+    def blocks(self) -> Int[np.ndarray, "window"]:
+        """The document in which each window's first scored token lies; its number if unknown."""
+        first = torch.tensor([window.first_scored for window in self.windows])
+        documents = self.tokens.document[first].numpy()
+        return documents if self.tokens.document.any() else np.arange(len(self.windows))
+
+    def loss(self, total_nats: Float[np.ndarray, "window"]) -> TokenLoss:
+        """The loss over all windows."""
+        num_bytes = sum(
+            int(self.tokens.num_bytes[window.first_scored : window.stop].sum())
+            for window in self.windows
+        )
+        return TokenLoss(float(total_nats.sum()), int(self.num_tokens.sum()), num_bytes)
+
+
+def prepare(config: RankHeadsConfig) -> Prepared:
+    """Load the model and the texts and cut them into windows.
+
+    Raises ValueError for whatever does not fit: text and context, calibration and evaluation text,
+    an architecture that gating does not reach.
+    """
+    loaded = load_model(**plain(config.model))
+    dataset, first_token = config.dataset, config.evaluation.first_token
+    separator = cast(Literal["none", "eos"], dataset.separator)
+    evaluation, calibration = (
+        tokenize(loaded.tokenizer, text, bos=dataset.bos, separator=separator)
+        for text in load_texts(dataset)
+    )
+    check_disjoint(calibration, evaluation)
+    length, stride = window_sizes(config.evaluation, max_context(loaded.model))
+    windows = cut_windows(config.evaluation, length, stride, evaluation)
+    check_gating(loaded.model, evaluation.ids[: min(8, length)])
+    protocol = Protocol(
+        text=dataset.path or dataset.name,
+        joiner=str(loaded.tokenizer.eos_token) if separator == "eos" else dataset.joiner,
+        bos=dataset.bos,
+        context_length=length,
+        stride=stride,
+        first_token=first_token,
+        num_windows=len(windows),
+        num_scored=sum(window.num_scored for window in windows),
+        num_tokens=len(evaluation.ids),
+        tokens_hash=evaluation.hash,
+    )
+    donors = full_windows(calibration, length)[: config.evaluation.calibration_windows]
+    return Prepared(loaded, evaluation, windows, calibration, donors, protocol)
+
+
+def load_texts(config: DatasetConfig) -> tuple[Text, Text]:
+    """Return the evaluation text and the calibration text: another text, or the first one's end."""
+    if config.source == "stories":
+        evaluation, calibration = (
+            Text(story_texts(seed, config.num_stories), "", f"stories, seed {seed}")
+            for seed in (EVALUATION_SEED, CALIBRATION_SEED)
+        )
+        return evaluation, calibration
+
+    def load(place: str) -> Text:
+        if config.source == "text":
+            return load_text_file(place, document_start=config.document_start)
+        assert config.hub_id is not None
+        return load_hub_text(
+            config.hub_id,
+            config.config_name,
+            place,
+            config.column,
+            config.revision,
+            config.joiner,
+            document_start=config.document_start,
+        )
+
+    places = {
+        "text": (config.path, config.calibration_path),
+        "hub": (config.split, config.calibration_split),
+    }
+    place, calibration_place = places[config.source]
+    assert place is not None
+    if calibration_place is None:
+        return split_calibration(load(place), config.calibration_fraction)
+    return load(place), load(calibration_place)
+
+
+def window_sizes(config: EvaluationConfig, limit: int | None) -> tuple[int, int]:
+    """Return context length and stride; ValueError where the model cannot read so much at once."""
+    most = limit or LONGEST_DEFAULT_CONTEXT
+    length = config.context_length or min(most, LONGEST_DEFAULT_CONTEXT)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"evaluation.context_length={length} is above the model's context of {limit} tokens"
+        )
+    stride = config.stride or length
+    if stride > length:
+        raise ValueError(
+            f"evaluation.stride={stride} is above the context length of {length}; tokens in "
+            f"between would never be scored"
+        )
+    return length, stride
+
+
+def cut_windows(
+    config: EvaluationConfig, length: int, stride: int, tokens: Tokens
+) -> tuple[Window, ...]:
+    """Return the windows of the evaluation text that are measured."""
+    first_token = cast(Literal["scored", "unscored"], config.first_token)
+    windows = make_windows(len(tokens.ids), length, stride, first_token=first_token)
+    return tuple(windows[: config.max_windows])
+
+
+def full_windows(calibration: Tokens, length: int) -> tuple[Window, ...]:
+    """Return the calibration text's windows that do not overlap, each of full length."""
+    try:
+        windows = make_windows(len(calibration.ids), length, length)
+    except ValueError as error:
+        raise ValueError(f"calibration text: {error}") from None
+    return tuple(window for window in windows if window.num_scored == length)
+
+
+def prepare_ablation(prepared: Prepared, kind: str, rows_per_batch: int, seed: int) -> Ablation:
+    """Return what replaces an ablated head's z: nothing, its calibration mean, or donor windows."""
+    windows = prepared.calibration_windows
+    match kind:
+        case "zero":
+            return None
+        case "mean":
+            model, ids = prepared.loaded.model, prepared.calibration.ids
+            return mean_z(model, ids, windows, rows_per_batch)
+        case "resample":
+            order = np.random.default_rng(seed).permutation(len(windows))
+            return Donors(prepared.calibration.ids, tuple(windows[index] for index in order))
+    raise ValueError(f"ablation {kind!r} is not one of zero, mean, resample")
+
+
+def measure_losses(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: RankHeadsConfig,
+    directory: Path,
+    advance: Callable[[int], object],
+) -> tuple[Float[np.ndarray, "window"], Float[np.ndarray, "head window"]]:
+    """Measure the intact loss and each head's ablated loss, in total nats per window.
+
+    What `measurements.jsonl` already holds is not measured again; what is new is appended to it at
+    once. `advance` is called with the rows (windows through the model) that have been done.
+    """
+    evaluation, kind = config.evaluation, config.ablation.kind
+    key = measurement_context(prepared, config)
+    units = plan(heads, len(prepared.windows), evaluation.windows_per_unit)
+    with MeasurementStore(directory / "measurements.jsonl") as store:
+        known = store.completed(key)
+        missing = [unit for unit in units if stored_unit(kind, unit) not in known]
+        advance(sum(unit.num_rows for unit in units) - sum(unit.num_rows for unit in missing))
+        ablation = prepare_ablation(prepared, kind, evaluation.rows_per_batch, config.seed)
+        model, ids, windows = prepared.loaded.model, prepared.tokens.ids, prepared.windows
+        for unit, nats in measure(
+            model, ids, windows, missing, ablation, evaluation.rows_per_batch
+        ):
+            rows = tuple(tuple(row) for row in nats.tolist())
+            record = Measurement(key, kind, unit.layer, unit.heads, unit.windows, rows)
+            store.append(record)
+            known[record.unit] = record
+            advance(unit.num_rows)
+    return assemble(known, units, kind, heads, len(windows))
+
+
+def num_rows(prepared: Prepared, heads: Sequence[Head], config: RankHeadsConfig) -> int:
+    """Return how many windows go through the model when these heads are measured."""
+    units = plan(heads, len(prepared.windows), config.evaluation.windows_per_unit)
+    return sum(unit.num_rows for unit in units)
+
+
+def stored_unit(kind: str, unit: Unit) -> tuple:
+    """A unit as the store names it."""
+    return kind, unit.layer, unit.heads, unit.windows
+
+
+def assemble(
+    known: dict[tuple, Measurement],
+    units: Sequence[Unit],
+    kind: str,
+    heads: Sequence[Head],
+    num_windows: int,
+) -> tuple[Float[np.ndarray, "window"], Float[np.ndarray, "head window"]]:
+    """Arrange the measured units by head and window."""
+    intact = np.full(num_windows, np.nan)
+    ablated = np.full((len(heads), num_windows), np.nan)
+    row_of = {head: row for row, head in enumerate(heads)}
+    for unit in units:
+        nats = np.array(known[stored_unit(kind, unit)].total_nats)
+        if unit.layer is None:
+            intact[list(unit.windows)] = nats[0]
+            continue
+        rows = [row_of[Head(unit.layer, head)] for head in unit.heads]
+        ablated[np.ix_(rows, unit.windows)] = nats
+    assert np.isfinite(intact).all() and np.isfinite(ablated).all()
+    return intact, ablated
+
+
+def measurement_context(prepared: Prepared, config: RankHeadsConfig) -> str:
+    """Name what the measurements depend on besides ablation, head and window."""
+    calibrated = config.ablation.kind != "zero"
+    return context_key(
+        weights_hash=prepared.loaded.weights_hash,
+        protocol=asdict(prepared.protocol)
+        | {"num_windows": None, "num_scored": None, "text": None},
+        calibration=[prepared.calibration.hash, len(prepared.calibration_windows)] * calibrated,
+        seed=config.seed if config.ablation.kind == "resample" else None,
+        dtype=config.model.dtype,
+        device=prepared.loaded.model.device.type,
+    )
+
+
+def keep_manifest(
+    directory: Path, config: RankHeadsConfig, prepared: Prepared, *, finished: bool
+) -> None:
+    """Write manifest.json; a run that goes on keeps its start and must have its model and text.
+
+    Raises ValueError if the manifest that is there is of another model or text.
+    """
+    path = directory / "manifest.json"
+    hashes = {
+        "weights_hash": prepared.loaded.weights_hash,
+        "tokens_hash": prepared.tokens.hash,
+        "calibration_hash": prepared.calibration.hash,
+    }
+    started = datetime.now(UTC)
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in hashes.items():
+            if before[name] != value:
+                raise ValueError(
+                    f"{directory} was measured with another {name.split('_')[0]} ({name} "
+                    f"{before[name][:12]}, now {value[:12]}); start a new run"
+                )
+        started = datetime.fromisoformat(before["started_utc"])
+    entries = manifest(
+        config=plain(config),
+        command=sys.argv,
+        seed=config.seed,
+        device=str(prepared.loaded.model.device),
+        dtype=config.model.dtype,
+        protocol=asdict(prepared.protocol),
+        started=started,
+        finished=datetime.now(UTC) if finished else None,
+        **hashes,
+    )
+    write_json(path, entries)

@@ -1,0 +1,200 @@
+"""A finished run in Weights & Biases: a view of the files, which remain the truth.
+
+Nothing here can lose a result: trouble with W&B is told in one line and the program goes on.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from mhaprune.heads import Head
+
+Mode = Literal["online", "offline", "none"]
+Row = Any
+"""One head: a dataclass or a dict with `layer`, `head` and whatever else was found out."""
+
+
+@dataclass
+class Tracker:
+    """What a program tells about its run; does nothing when `run` is None.
+
+    `say` gets one line for each kind of trouble. `directory` holds the files of the run, and W&B's
+    own under `wandb/`.
+    """
+
+    directory: Path
+    say: Callable[[str], None]
+    run: Any = None
+    _troubles: set[str] = field(default_factory=set)
+
+    @property
+    def sync_file(self) -> Path | None:
+        """The file that W&B records the run in, or None; `wandb sync` takes its directory."""
+        return None if self.run is None else Path(self.run.settings.sync_file)
+
+    def log_progress(self, values: Mapping[str, float | int]) -> None:
+        """Add one point to the curves of the run. Values are finite."""
+        self._try("progress was not logged", lambda run: run.log(_finite(values)))
+
+    def log_results(
+        self,
+        summary: Mapping[str, object],
+        rows: Sequence[Row],
+        heatmap_png: Path,
+        files: Sequence[Path],
+        *,
+        weights_hash: str,
+        tokens_hash: str,
+    ) -> None:
+        """Show the results: summary numbers, the table "heads", the heatmap and the files.
+
+        `files` become an artifact of type "ranking" that is named after the run and carries the two
+        hashes. All numbers are finite; `rows` have the same columns.
+        """
+
+        def show(run: Any) -> None:
+            columns, cells = _table(rows)
+            numbers = _finite(summary)
+            import wandb
+
+            run.summary.update(numbers)
+            table = wandb.Table(columns=columns, data=cells)
+            run.log({"heads": table, "heatmap": wandb.Image(str(heatmap_png))})
+            hashes = {"weights_hash": weights_hash, "tokens_hash": tokens_hash}
+            artifact = wandb.Artifact(_artifact_name(run.name), type="ranking", metadata=hashes)
+            for file in files:
+                artifact.add_file(str(file), name=file.name)
+            run.log_artifact(artifact)
+
+        self._try("the results were not logged", show)
+
+    def finish(self, exit_code: int) -> None:
+        """Close the run; 0 means finished, anything else failed."""
+        self._try("the run was not closed", lambda run: run.finish(exit_code=exit_code))
+
+    def _try(self, trouble: str, action: Callable[[Any], object]) -> None:
+        if self.run is None:
+            return
+        try:
+            action(self.run)
+        except Exception as error:
+            if trouble not in self._troubles:
+                self._troubles.add(trouble)
+                self.say(_in_one_line(trouble, error, self.directory))
+
+
+@contextmanager
+def track(
+    mode: Mode,
+    *,
+    project: str,
+    name: str | None,
+    group: str | None,
+    job_type: str | None,
+    tags: Sequence[str],
+    config: Mapping[str, object],
+    directory: Path,
+    say: Callable[[str], None],
+) -> Iterator[Tracker]:
+    """A W&B run for the time of a `with` block, finished with exit code 0, or 1 on any exception.
+
+    "offline" needs no account and no network; "none" does nothing and does not import wandb.
+    A run without a name is called after its directory. If the run cannot start, `say` gets one line and the tracker does nothing. `config` is published
+    as it is: hide secrets in it first. W&B keeps its files under `directory`/wandb.
+    """
+    tracker = Tracker(directory, say)
+    if mode == "none":
+        yield tracker
+        return
+    with _staging_in(directory / "wandb"):
+        try:
+            tracker.run = _start(
+                mode=mode,
+                project=project,
+                name=name or directory.name,
+                group=group,
+                job_type=job_type,
+                tags=list(tags),
+                config=_finite(config),
+                dir=str(directory),
+            )
+        except Exception as error:
+            say(_in_one_line("this run is not tracked", error, directory))
+        try:
+            yield tracker
+        except BaseException:
+            tracker.finish(exit_code=1)
+            raise
+        tracker.finish(exit_code=0)
+
+
+def _start(**arguments: Any) -> Any:
+    """Start a run that prints nothing. Raises whatever wandb raises, RuntimeError if it gave up."""
+    import wandb
+
+    # Whoever is online but not logged in is asked for a key: not for ever, the heads are waiting.
+    settings = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
+    run = wandb.init(settings=settings, **arguments)
+    if run.disabled:
+        raise RuntimeError("nobody logged in; run `wandb login` first")
+    return run
+
+
+@contextmanager
+def _staging_in(directory: Path) -> Iterator[None]:
+    """Let W&B copy tables and artifacts to `directory`, not to the home, unless the user chose."""
+    variable = "WANDB_DATA_DIR"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = str(directory.resolve())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(KeyError):
+            del os.environ[variable]
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[Any], list[Any]]:
+    """Columns and cells of the table of heads: the name "L4H11", then the fields of a row in order.
+
+    Raises ValueError for no rows, for rows with different columns and for NaN and infinity.
+    """
+    fields = [dict(row) if isinstance(row, Mapping) else dataclasses.asdict(row) for row in rows]
+    if not fields:
+        raise ValueError("expected one row for each head, got none")
+    columns = list(fields[0])
+    for row in fields:
+        if list(row) != columns:
+            raise ValueError(f"expected the columns {columns} in every row, got {list(row)}")
+    names = [str(Head(row["layer"], row["head"])) for row in fields]
+    cells = [[name, *_finite(row).values()] for name, row in zip(names, fields, strict=True)]
+    return ["name", *columns], cells
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `values`. Raises ValueError on NaN and infinity, which W&B would publish."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _finite(value)
+        elif isinstance(value, Real) and not math.isfinite(value):
+            raise ValueError(f"expected a finite number for {name}, got {value}")
+    return dict(values)
+
+
+def _artifact_name(run_name: str) -> str:
+    """The run's name in the letters that W&B allows for artifacts, 128 at most."""
+    return re.sub(r"[^\w.-]", "-", run_name, flags=re.ASCII)[:128]
+
+
+def _in_one_line(trouble: str, error: Exception, directory: Path) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"W&B: {trouble} ({reason}). The files in {directory} are complete without it."

@@ -1,0 +1,289 @@
+"""Every configuration that ships composes, and what a user gets wrong is told in one line."""
+
+import subprocess
+import sys
+from itertools import cycle, product
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from mhaprune.config import (
+    CONF_DIR,
+    RankHeadsConfig,
+    plain,
+    refuse_used_directory,
+    resumed_directory,
+    run_program,
+    validate,
+)
+
+GROUPS = ("model", "dataset", "evaluation", "ablation", "tracker")
+NEEDED = {  # what only the user knows
+    "model=local": ("model.path=DIR",),
+    "dataset=hub": ("dataset.hub_id=A/B", "dataset.revision=C", "dataset.calibration_split=D"),
+    "dataset=text": ("dataset.path=FILE",),
+}
+
+
+def choices(group: str) -> list[str]:
+    return [f"{group}={path.stem}" for path in sorted((CONF_DIR / group).glob("*.yaml"))]
+
+
+ALL_CHOICES = [choice for group in GROUPS for choice in choices(group)]
+OTHER_GROUPS = cycle(product(*map(choices, GROUPS[2:])))
+COMBINATIONS = [
+    (*pair, *others)
+    for pair, others in zip(product(*map(choices, GROUPS[:2])), OTHER_GROUPS, strict=False)
+]
+"""Every model with every dataset; meanwhile each combination of the other groups at least once."""
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return compose("rank_heads", list(overrides))
+
+
+def validated(*overrides: str) -> RankHeadsConfig:
+    return validate(composed(*overrides), RankHeadsConfig)
+
+
+@pytest.fixture(scope="module")
+def default() -> DictConfig:
+    config = composed()
+    OmegaConf.set_struct(config, False)  # let unknown keys through to the schema
+    return config
+
+
+def test_the_default_run_needs_no_network_and_no_arguments():
+    config = validated()
+    assert (config.model.name, config.model.hub_id) == ("demo", None)
+    assert (config.dataset.source, config.dataset.hub_id) == ("stories", None)
+    assert (config.ablation.kind, config.tracker.mode) == ("zero", "offline")
+    assert (config.heads, config.seed) == (["L*H*"], 0)
+
+
+@pytest.mark.parametrize("choice", ALL_CHOICES)
+def test_what_a_file_says_is_what_a_program_gets(choice):
+    group, name = choice.split("=")
+    said = OmegaConf.to_container(OmegaConf.load(CONF_DIR / group / f"{name}.yaml"))
+    assert isinstance(said, dict)
+    got = plain(validated(choice, *NEEDED.get(choice, ())))[group]
+    user_says = {override.split("=")[0].split(".")[1] for override in NEEDED.get(choice, ())}
+    for key, value in said.items():
+        if key != "defaults" and key not in user_says:
+            assert got[key] == value, key
+
+
+def test_the_combinations_cover_the_groups_that_are_not_paired():
+    num_others = len(list(product(*map(choices, GROUPS[2:]))))
+    assert len({combination[2:] for combination in COMBINATIONS}) == num_others
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=",".join)
+def test_the_options_of_all_groups_go_together(combination):
+    needed = [override for choice in combination for override in NEEDED.get(choice, ())]
+    config = validated(*combination, *needed)
+    assert combination[0] == f"model={config.model.name}"
+    assert combination[1] == f"dataset={config.dataset.name}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("nope=1", "nope is not in the configuration; --cfg job shows what is"),
+        ("model.nope=1", "model.nope is not in the configuration; --cfg job shows what is"),
+        ("seed=x", "seed: Value 'x' of type 'str' could not be converted to Integer"),
+        ("seed=-1", "seed=-1 must be at least 0"),
+        ("heads=L1H1", "heads is a list; write heads=[...]"),
+        ("tracker.tags=a", "tracker.tags is a list; write tracker.tags=[...]"),
+        ("model.name=null", "model.name: Incompatible value 'None' for field of type 'str'"),
+        ("model.name=${nope}", "model.name: Interpolation key 'nope' not found"),
+        ("model.dtype=int8", "model.dtype=int8 is not one of float32, float64, bfloat16"),
+        ("model.dtype=bfloat16", "tolerance; use float32 or float64"),
+        ("model.device=tpu", "model.device=tpu is not one of auto, cpu, cuda, mps"),
+        ("dataset.source=web", "dataset.source=web is not one of stories, hub, text"),
+        ("dataset.source=text", "dataset.source=text needs dataset.path"),
+        ("dataset.separator=x", "dataset.separator=x is not one of none, eos"),
+        ("dataset.calibration_fraction=1", "calibration_fraction=1.0 must lie between 0 and 1"),
+        ("evaluation.first_token=x", "evaluation.first_token=x is not one of scored, unscored"),
+        ("evaluation.max_windows=1", "evaluation.max_windows=1 must be at least 2"),
+        ("evaluation.context_length=0", "evaluation.context_length=0 must be at least 1"),
+        ("evaluation.stride=0", "evaluation.stride=0 must be at least 1"),
+        ("evaluation.calibration_windows=0", "calibration_windows=0 must be at least 1"),
+        ("evaluation.rows_per_batch=0", "evaluation.rows_per_batch=0 must be at least 1"),
+        ("evaluation.windows_per_unit=0", "evaluation.windows_per_unit=0 must be at least 1"),
+        ("evaluation.resamples=99", "evaluation.resamples=99 must be at least 100"),
+        ("evaluation.confidence=1", "evaluation.confidence=1.0 must lie in [0.5, 1)"),
+        ("evaluation.tolerance_nats=0", "<= evaluation.critical_nats, got 0.0 and 0.02"),
+        ("evaluation.critical_nats=0.001", "<= evaluation.critical_nats, got 0.002 and 0.001"),
+        ("ablation.kind=x", "ablation.kind=x is not one of zero, mean, resample"),
+        ("tracker.mode=x", "tracker.mode=x is not one of offline, online, none"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line(default, override, message):
+    changed = OmegaConf.merge(default, OmegaConf.from_dotlist([override]))
+    assert isinstance(changed, DictConfig)
+    with pytest.raises(ValueError) as error:
+        validate(changed, RankHeadsConfig)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_stride_above_the_context_is_refused_and_one_equal_to_it_is_not():
+    context = "evaluation.context_length=8"
+    with pytest.raises(ValueError, match=r"stride=9 is above evaluation.context_length=8; tokens"):
+        validated(context, "evaluation.stride=9")
+    assert validated(context, "evaluation.stride=8").evaluation.stride == 8
+
+
+def test_several_missing_values_are_named_together():
+    with pytest.raises(ValueError, match=r"^no value for dataset.hub_id, dataset.revision; add "):
+        validated("dataset=hub")
+
+
+# A directory that holds a run.
+
+
+def test_a_run_that_is_resumed_must_be_there_and_takes_nothing_else(tmp_path):
+    with pytest.raises(ValueError, match=r"no run there \(no .*/\.hydra/config\.yaml\)"):
+        resumed_directory(str(tmp_path), [f"resume={tmp_path}"])
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").touch()
+    assert resumed_directory(str(tmp_path), [f"resume={tmp_path}"]) == tmp_path
+    with pytest.raises(ValueError, match=r"leave out seed=1 -m$"):
+        resumed_directory(str(tmp_path), ["seed=1", f"resume={tmp_path}", "-m"])
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path):
+    arguments = ["seed=1", f"hydra.run.dir={tmp_path}"]
+    refuse_used_directory(arguments)
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(ValueError, match=f"go on with it by resume={tmp_path}, or choose another"):
+        refuse_used_directory(arguments)
+    refuse_used_directory(["seed=1"])
+
+
+# A program, from its arguments to its exit code.
+
+QUIET = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+Calls = list[tuple[RankHeadsConfig, Path, bool]]
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run a program whose task only notes what it was given, or raises what it is told to."""
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, error: BaseException | None = None) -> Calls:
+        calls: Calls = []
+
+        def task(config: RankHeadsConfig, directory: Path, resumed: bool) -> None:
+            if error is not None:
+                raise error
+            calls.append((config, directory, resumed))
+
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        run_program(task, RankHeadsConfig, "rank_heads")
+        return calls
+
+    return run
+
+
+def test_a_task_gets_the_configuration_and_its_own_directory(run, tmp_path):
+    [(config, directory, resumed)] = run("seed=3", f"hydra.run.dir={tmp_path}/r", *QUIET)
+    assert (config, directory, resumed) == (validated("seed=3"), tmp_path / "r", False)
+    assert (tmp_path / "r" / ".hydra" / "config.yaml").is_file()
+
+
+def test_a_resumed_run_gets_the_configuration_it_was_started_with(run, tmp_path):
+    [(started, directory, _)] = run("seed=3", f"hydra.run.dir={tmp_path}/r", *QUIET)
+    assert run(f"resume={directory}") == [(started, directory, True)]
+
+
+def test_a_sweep_runs_each_job_in_its_own_directory(run, tmp_path):
+    jobs = run("-m", "ablation=zero,mean", f"hydra.sweep.dir={tmp_path}/s", *QUIET)
+    assert [config.ablation.kind for config, _, _ in jobs] == ["zero", "mean"]
+    names = [directory.relative_to(tmp_path / "s").name for _, directory, _ in jobs]
+    assert names == ["0_demo_stories_zero", "1_demo_stories_mean"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ("ablation=nope", "ablation=nope is not one of mean, resample, zero"),
+        ("evaluation.nope=1", "evaluation.nope is not in the configuration; --cfg job shows what"),
+        ("a=[", "cannot read a=[: no viable alternative at input '['"),
+        ("seed=x", "seed: Value 'x' of type 'str' could not be converted to Integer"),
+        ("seed=1,2", "Ambiguous value for argument 'seed=1,2': add -m to run one job for each"),
+        ("evaluation.first_token=x", "evaluation.first_token=x is not one of scored, unscored"),
+        ("model=local", "no value for model.path; add model.path=..."),
+        ("resume=nowhere", "resume=nowhere: no run there (no nowhere/.hydra/config.yaml)"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, capfd, argument, line):
+    with pytest.raises(SystemExit) as stop:
+        run(argument)
+    assert stop.value.code == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert errors.startswith(f"error: {line}")
+    assert errors.count("\n") == 1
+
+
+def test_an_unknown_model_is_answered_by_all_that_there_are(run, capfd):
+    with pytest.raises(SystemExit):
+        run("model=nope")
+    names = ", ".join(choice.removeprefix("model=") for choice in choices("model"))
+    assert capfd.readouterr().err == f"error: model=nope is not one of {names}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("no heads\nmore"), 2, "error: no heads\n"),
+        (FileNotFoundError("no file"), 2, "error: no file\n"),
+        (ValueError(), 2, "error: ValueError\n"),
+        (KeyboardInterrupt(), 130, "interrupted; what was measured is kept\n"),
+    ],
+)
+def test_a_task_that_stops_is_one_line_and_an_exit_code(run, capfd, error, code, line):
+    with pytest.raises(SystemExit) as stop:
+        run("hydra.run.dir=r", *QUIET, error=error)
+    assert stop.value.code == code
+    assert capfd.readouterr().err == line
+
+
+def test_our_own_bugs_and_what_is_asked_for_keep_their_traceback(run, monkeypatch):
+    with pytest.raises(AssertionError, match="a bug"):
+        run("hydra.run.dir=r", *QUIET, error=AssertionError("a bug"))
+    monkeypatch.setenv("MHAPRUNE_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="a mistake"):
+        run("hydra.run.dir=r", *QUIET, error=ValueError("a mistake"))
+
+
+def test_a_job_that_fails_in_a_sweep_lets_the_others_run(run, capfd, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        run("-m", "seed=x,1", "hydra.sweep.dir=s", *QUIET)
+    assert stop.value.code == 2
+    job, line = capfd.readouterr().err.splitlines()
+    assert job == "Error executing job with overrides: ['seed=x']"
+    assert line == "error: seed: Value 'x' of type 'str' could not be converted to Integer"
+    assert len(list((tmp_path / "s").glob("1_*/.hydra"))) == 1
+
+
+PROGRAM = """
+from mhaprune.config import RankHeadsConfig, run_program
+run_program(lambda config, directory, resumed: print(directory), RankHeadsConfig, "rank_heads")
+"""
+
+
+def test_a_program_of_its_own_says_one_line_too(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "seed=x"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: seed: Value 'x'")
+    assert done.stderr.count("\n") == 1

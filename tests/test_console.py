@@ -1,0 +1,129 @@
+"""The ranking in the terminal says what was measured, in lines that fit."""
+
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from mhaprune.console import print_files, print_ranking, progress, say
+
+
+@dataclass(frozen=True)
+class Row:
+    layer: int
+    head: int
+    effect_nats: float
+    verdict: str
+    rank: int
+    ci_low: float = -0.25
+    ci_high: float = 0.125
+    delta_ppl: float = 1.5
+
+
+CRITICAL = Row(11, 10, 9.87654, "critical", 1, 9.12345, 12.34567, 1234567.8926)
+ROWS = [
+    Row(3, 0, 0.0011, "redundant", 9),
+    Row(1, 7, -0.0004, "redundant", 11),
+    Row(0, 2, 0.0007, "redundant", 10),
+    CRITICAL,
+    Row(5, 5, 0.5, "critical", 2),
+    Row(2, 1, 0.015, "useful", 3),
+    Row(2, 2, 0.014, "useful", 4),
+    Row(2, 3, 0.013, "useful", 5),
+    Row(2, 4, 0.012, "undetermined", 6),
+    Row(2, 5, 0.011, "undetermined", 7),
+    Row(2, 6, 0.010, "undetermined", 8),
+    Row(4, 4, -0.03, "harmful", 12),
+]
+
+
+def printed(rows: list[Row], confidence: float = 0.95, count: int = 10) -> list[str]:
+    console = Console(width=80)
+    with console.capture() as capture:
+        print_ranking(console, rows, confidence, count)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def sections(lines: list[str]) -> dict[str, list[list[str]]]:
+    """Title -> the cells of its rows."""
+    found = {}
+    for number, line in enumerate(lines):
+        if line.startswith("Most"):
+            end = lines.index("", number)
+            found[line] = [row.split() for row in lines[number + 2 : end]]
+    return found
+
+
+def test_every_number_of_a_head_is_on_its_line():
+    lines = printed(ROWS)
+    assert lines[2].split() == [
+        *("1", "L11H10", "+9.8765"),
+        *("[+9.1235,", "+12.3457]"),  # rich would take a bracket for markup
+        *("+1234567.893", "critical"),
+    ]
+
+
+def test_no_line_is_longer_than_80_columns_cut_or_wrapped():
+    lines = printed(ROWS)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    # two tables of title, heading and rows, each with an empty line, and the counts
+    assert len(lines) == (2 + 10 + 1) + (2 + 3 + 1) + 1
+
+
+def test_the_most_important_heads_come_by_rank_and_no_more_than_asked_for():
+    by_rank = [cells[0] for cells in sections(printed(ROWS))["Most important heads"]]
+    assert by_rank == [str(rank) for rank in range(1, 11)]
+    first = [cells[1] for cells in sections(printed(ROWS, count=2))["Most important heads"]]
+    assert first == ["L11H10", "L5H5"]
+
+
+def test_the_most_redundant_heads_are_those_with_that_verdict_smallest_effect_first():
+    redundant = [cells[1] for cells in sections(printed(ROWS))["Most redundant heads"]]
+    assert redundant == ["L1H7", "L0H2", "L3H0"]
+
+
+def test_without_a_redundant_head_there_is_no_table_of_them():
+    assert list(sections(printed([CRITICAL]))) == ["Most important heads"]
+
+
+def test_the_last_line_counts_the_verdicts():
+    assert printed(ROWS)[-1] == (
+        "12 heads: 2 critical, 3 useful, 3 redundant, 1 harmful, 3 undetermined"
+    )
+    assert printed([CRITICAL])[-1] == "1 heads: 1 critical"
+
+
+@pytest.mark.parametrize(
+    ("confidence", "heading"),
+    [(0.95, "95% interval"), (0.9, "90% interval"), (0.995, "99.5% interval")],
+)
+def test_the_heading_says_how_confident_the_interval_is(confidence, heading):
+    assert heading in printed(ROWS, confidence=confidence)[1]
+
+
+def test_a_line_is_said_as_it_is():
+    console = Console(width=80, force_terminal=True)
+    line = f"[bold]Protocol[/]: context [1024], {'x' * 90} 'a' :smile:"
+    with console.capture() as capture:
+        say(console, line)
+    assert capture.get() == line + "\n"
+
+
+def test_progress_adds_up_what_was_done():
+    console = Console(width=80, force_terminal=True)
+    with console.capture() as capture, progress(console, "4 heads", total=4) as advance:
+        advance(1)
+        advance(2)
+    assert "4 heads" in capture.get()
+    assert " 75%" in capture.get()
+
+
+def test_the_files_of_a_run_are_named(tmp_path):
+    for name in ("summary.json", "effects.csv"):
+        (tmp_path / name).touch()
+    (tmp_path / "wandb").mkdir()
+    console = Console(width=80)
+    with console.capture() as capture:
+        print_files(console, tmp_path)
+    assert capture.get() == f"Files in {tmp_path}: effects.csv, summary.json\n"
