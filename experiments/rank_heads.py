@@ -46,8 +46,8 @@ def rank_heads(config: RankHeadsConfig, directory: Path, resumed: bool) -> None:
         with progress(console, f"{len(heads)} heads", num_rows(prepared, heads, config)) as advance:
             intact, ablated = measure_losses(prepared, heads, config, directory, advance)
         ranking = rank(prepared, heads, intact, ablated, config.evaluation, config.seed)
-        tolerance = config.evaluation.tolerance_nats
-        write_ranking(directory, ranking, shape.num_layers, shape.num_heads, tolerance)
+        title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
+        write_ranking(directory, title, ranking, shape, config.evaluation.tolerance_nats)
         keep_manifest(directory, config, prepared, finished=True)
         tracker.log_results(
             ranking.summary,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
+from mhaprune.architectures import HeadShape
 from mhaprune.config import EvaluationConfig
 from mhaprune.heads import Head
 from mhaprune.report import effect_grid, effect_heatmap, save_png
@@ -87,7 +88,7 @@ def head_effects(
 
 
 def write_ranking(
-    directory: Path, ranking: Ranking, num_layers: int, num_heads: int, tolerance_nats: float
+    directory: Path, title: str, ranking: Ranking, shape: HeadShape, tolerance_nats: float
 ) -> None:
     """Write effects.csv, heatmap.png and, last, summary.json, whose presence says "finished"."""
     rows = ranking.rows
@@ -96,10 +97,10 @@ def write_ranking(
         np.array([row.layer for row in rows]),
         np.array([row.head for row in rows]),
         np.array([row.effect_nats for row in rows]),
-        num_layers,
-        num_heads,
+        shape.num_layers,
+        shape.num_heads,
     )
     verdict_at = {(row.layer, row.head): row.verdict for row in rows}
-    figure = effect_heatmap(grid, verdict_at, directory.name, tolerance_nats)
+    figure = effect_heatmap(grid, verdict_at, title, tolerance_nats)
     save_png(figure, directory / "heatmap.png")
     write_json(directory / "summary.json", ranking.summary)

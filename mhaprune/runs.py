@@ -276,10 +276,12 @@ def keep_manifest(
     started = datetime.now(UTC)
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in hashes.items():
+        for what, (name, value) in zip(
+            ("model", "text", "calibration text"), hashes.items(), strict=True
+        ):
             if before[name] != value:
                 raise ValueError(
-                    f"{directory} was measured with another {name.split('_')[0]} ({name} "
+                    f"{directory} was measured with another {what} ({name} "
                     f"{before[name][:12]}, now {value[:12]}); start a new run"
                 )
         started = datetime.fromisoformat(before["started_utc"])

@@ -107,8 +107,9 @@ def track(
     """A W&B run for the time of a `with` block, finished with exit code 0, or 1 on any exception.
 
     "offline" needs no account and no network; "none" does nothing and does not import wandb.
-    A run without a name is called after its directory. If the run cannot start, `say` gets one line and the tracker does nothing. `config` is published
-    as it is: hide secrets in it first. W&B keeps its files under `directory`/wandb.
+    A run without a name is called after its directory. If the run cannot start, `say` gets one line
+    and the tracker does nothing. `config` is published as it is: hide secrets in it first. W&B
+    keeps its files under `directory`/wandb.
     """
     tracker = Tracker(directory, say)
     if mode == "none":
