@@ -23,7 +23,7 @@ from mhaprune.console import (
 from mhaprune.heads import select_heads
 from mhaprune.manifest import hide_private
 from mhaprune.ranking import rank, write_ranking
-from mhaprune.runs import keep_manifest, measure_losses, num_rows, prepare
+from mhaprune.runs import choose_engine, keep_manifest, measure_losses, num_rows, prepare
 from mhaprune.tracking import track
 
 
@@ -35,6 +35,7 @@ def rank_heads(config: RankHeadsConfig, directory: Path, resumed: bool) -> None:
     shape = head_shape(prepared.loaded.model)
     heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
     say(console, f"Protocol: {prepared.protocol}")
+    say(console, f"Engine: {choose_engine(prepared, config.evaluation)}")
     keep_manifest(directory, config, prepared, finished=False)
     with track(
         **plain(config.tracker),

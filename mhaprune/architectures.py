@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +34,16 @@ OUTPUT_PROJECTIONS: dict[str, tuple[str, str]] = {
     "smollm3": ("model.layers", "self_attn.o_proj"),
     "stablelm": ("model.layers", "self_attn.o_proj"),
     "starcoder2": ("model.layers", "self_attn.o_proj"),
+}
+
+# Decoders whose blocks are sequential and pre-norm: mid = x + attention(norm(x)) and then
+# out = mid + mlp(mlp_norm(mid)). model_type -> (MLP norm and MLP within a block, final norm).
+REPLAYABLE: dict[str, tuple[str, str, str]] = {
+    "gpt2": ("ln_2", "mlp", "transformer.ln_f"),
+    "llama": ("post_attention_layernorm", "mlp", "model.norm"),
+    "mistral": ("post_attention_layernorm", "mlp", "model.norm"),
+    "qwen2": ("post_attention_layernorm", "mlp", "model.norm"),
+    "qwen3": ("post_attention_layernorm", "mlp", "model.norm"),
 }
 
 
@@ -93,3 +104,44 @@ def projection_width(projection: nn.Module) -> int:
     """Return the number of inputs of a Linear (weights `[out, in]`) or Conv1D (`[in, out]`)."""
     weight = projection.get_parameter("weight")
     return weight.shape[1] if isinstance(projection, nn.Linear) else weight.shape[0]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A sequential, pre-norm block and the parts that replay runs by themselves."""
+
+    module: nn.Module
+    projection: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+
+    def output_weights(self, num_heads: int) -> Float[Tensor, "head d_head d_model"]:
+        """Return W_O cut into heads: head h adds `z_h @ output_weights[h]` to the stream."""
+        weight = self.projection.get_parameter("weight")
+        weight = weight.T if isinstance(self.projection, nn.Linear) else weight
+        return weight.unflatten(0, (num_heads, -1))
+
+
+def can_replay(model: "PreTrainedModel") -> bool:
+    """Say whether the model's blocks are of the kind that replay knows."""
+    crossed = getattr(model.config, "add_cross_attention", False)
+    return model.config.model_type in REPLAYABLE and not crossed
+
+
+def replayable_blocks(model: "PreTrainedModel") -> list[Block]:
+    """Return the blocks in order. Raises ValueError where replay does not know the kind."""
+    if not can_replay(model):
+        raise ValueError(
+            f"replay knows {', '.join(sorted(REPLAYABLE))}, not {model.config.model_type}"
+        )
+    mlp_norm, mlp, _ = REPLAYABLE[model.config.model_type]
+    modules = model.get_submodule(OUTPUT_PROJECTIONS[model.config.model_type][0]).children()
+    return [
+        Block(module, projection, module.get_submodule(mlp_norm), module.get_submodule(mlp))
+        for module, projection in zip(modules, output_projections(model), strict=True)
+    ]
+
+
+def final_norm(model: "PreTrainedModel") -> nn.Module:
+    """Return the norm between the last block and the unembedding."""
+    return model.get_submodule(REPLAYABLE[model.config.model_type][2])

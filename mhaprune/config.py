@@ -99,6 +99,7 @@ class EvaluationConfig:
     stride: int | None = None
     max_windows: int | None = None
     first_token: str = "scored"
+    engine: str = "auto"
     calibration_windows: int = 32
     rows_per_batch: int = 16
     windows_per_unit: int = 4
@@ -109,6 +110,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         one_of("evaluation.first_token", self.first_token, ("scored", "unscored"))
+        one_of("evaluation.engine", self.engine, ("auto", "replay", "gating"))
         for key in ("context_length", "stride", "calibration_windows", "rows_per_batch"):
             at_least(f"evaluation.{key}", getattr(self, key), 1)
         at_least("evaluation.windows_per_unit", self.windows_per_unit, 1)
@@ -213,15 +215,17 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def plain_exits() -> Iterator[None]:
+def plain_exits(directory: Path | None = None) -> Iterator[None]:
     """Turn a user's mistake into one line and exit code 2, an interruption into 130.
 
-    With MHAPRUNE_TRACEBACK set, a mistake is raised as it is.
+    `directory` is that of the run, if there is one yet. With MHAPRUNE_TRACEBACK set, a mistake is
+    raised as it is.
     """
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted; what was measured is kept", file=sys.stderr)
+        resume = f"; go on with: {sys.argv[0]} resume={directory}" if directory else ""
+        print(f"interrupted; what was measured is kept{resume}", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
         if os.environ.get("MHAPRUNE_TRACEBACK"):
@@ -241,8 +245,9 @@ def run_program(
 
     def run(config: Mapping[str, Any]) -> None:
         alone = HydraConfig.get().mode is RunMode.RUN
-        with plain_exits() if alone else nullcontext():
-            task(validate(config, schema), Path(HydraConfig.get().runtime.output_dir), False)
+        directory = Path(HydraConfig.get().runtime.output_dir)
+        with plain_exits(directory) if alone else nullcontext():
+            task(validate(config, schema), directory, False)
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing and exiting
     with plain_exits():
@@ -252,7 +257,8 @@ def run_program(
             directory = resumed_directory(resumed[0].removeprefix("resume="), arguments)
             saved = OmegaConf.load(directory / ".hydra" / "config.yaml")
             assert isinstance(saved, DictConfig)
-            task(validate(saved, schema), directory, True)
+            with plain_exits(directory):
+                task(validate(saved, schema), directory, True)
         else:
             refuse_used_directory(arguments)
             start = hydra.main(

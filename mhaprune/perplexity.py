@@ -75,8 +75,9 @@ class Protocol:
     tokens_hash: str
 
     def __str__(self) -> str:
+        joined = f"joined by {self.joiner!r}" if self.joiner else "in one piece"
         return (
-            f"{self.text}, joined by {self.joiner!r}, {'with' if self.bos else 'no'} BOS; "
+            f"{self.text}, {joined}, {'with' if self.bos else 'no'} BOS; "
             f"{self.num_windows} windows of {self.context_length} tokens, stride {self.stride}, "
             f"first token {self.first_token}; {self.num_scored:,} of {self.num_tokens:,} tokens "
             f"scored; tokens {self.tokens_hash[:12]}"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from mhaprune.architectures import can_replay
 from mhaprune.baselines import mean_z
 from mhaprune.config import DatasetConfig, EvaluationConfig, RankHeadsConfig, plain
 from mhaprune.gating import check_gating
@@ -181,6 +182,16 @@ def prepare_ablation(prepared: Prepared, kind: str, rows_per_batch: int, seed: i
     raise ValueError(f"ablation {kind!r} is not one of zero, mean, resample")
 
 
+def choose_engine(prepared: Prepared, config: EvaluationConfig) -> Literal["replay", "gating"]:
+    """Return how heads are ablated; ValueError where replay is asked for and does not apply."""
+    model = prepared.loaded.model
+    if config.engine == "replay" and not can_replay(model):
+        raise ValueError(
+            f"evaluation.engine=replay does not know {model.config.model_type} models; use auto"
+        )
+    return "gating" if config.engine == "gating" or not can_replay(model) else "replay"
+
+
 def measure_losses(
     prepared: Prepared,
     heads: Sequence[Head],
@@ -255,6 +266,7 @@ def measurement_context(prepared: Prepared, config: RankHeadsConfig) -> str:
         | {"num_windows": None, "num_scored": None, "text": None},
         calibration=[prepared.calibration.hash, len(prepared.calibration_windows)] * calibrated,
         seed=config.seed if config.ablation.kind == "resample" else None,
+        engine=choose_engine(prepared, config.evaluation),
         dtype=config.model.dtype,
         device=prepared.loaded.model.device.type,
     )

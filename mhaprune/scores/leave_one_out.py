@@ -10,7 +10,7 @@ nothing but the unit, so that runs can stop, resume and be shared out.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,7 @@ from mhaprune.baselines import donor_z
 from mhaprune.gating import gate_heads
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
+from mhaprune.replay import LayerBaseline, Roll, replay
 from mhaprune.windows import Window
 
 if TYPE_CHECKING:
@@ -73,20 +74,76 @@ def measure(
     units: Iterable[Unit],
     ablation: Ablation,
     rows_per_batch: int,
+    engine: Literal["replay", "gating"] = "gating",
 ) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
     """Yield each unit with its losses: total nats of each head's ablation on each window, float64.
 
     The intact unit has one variant. `ablation` is None for zero, a constant for each head, or the
     donors of a resample ablation. At most `rows_per_batch` windows go through the model at once
-    (but always a whole block for one head).
+    (but always a whole block for one head). Both engines give the same numbers up to rounding;
+    `replay` is the fast one, for the architectures that it knows (`architectures.can_replay`).
     """
+    measure_block = {"replay": _replay_block, "gating": _gate_block}[engine]
+    for numbers, block in groupby(units, key=lambda unit: unit.windows):
+        inputs, targets = window_batch(ids, [windows[number] for number in numbers])
+        donors = None
+        if isinstance(ablation, Donors):
+            donors = _donor_inputs(ablation, numbers, inputs.shape[1])
+        constants = None if isinstance(ablation, Donors) else ablation
+        yield from measure_block(
+            model, inputs, targets, tuple(block), constants, donors, rows_per_batch
+        )
+
+
+def _replay_block(
+    model: "PreTrainedModel",
+    inputs: Int[Tensor, "window pos"],
+    targets: Int[Tensor, "window pos"],
+    units: Sequence[Unit],
+    constants: Float[Tensor, "layer head d_head"] | None,
+    donors: Int[Tensor, "window pos"] | None,
+    rows_per_batch: int,
+) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
+    """Measure units of the same windows, at most one of a layer."""
+    unit_of = {unit.layer: unit for unit in units}
+    assert len(unit_of) == len(units)
+    heads = {unit.layer: unit.heads for unit in units if unit.layer is not None}
+    baseline = _replay_baseline(model, constants, donors)
+    for layer, nats in replay(model, inputs, targets, heads, baseline, rows_per_batch):
+        if layer in unit_of:
+            yield unit_of[layer], nats
+
+
+def _replay_baseline(
+    model: "PreTrainedModel",
+    constants: Float[Tensor, "layer head d_head"] | None,
+    donors: Int[Tensor, "window pos"] | None,
+) -> LayerBaseline | None:
+    """Return what replaces a layer's z; donors roll through the model beside the windows."""
+    if donors is not None:
+        roll = Roll(model, donors.to(model.device))
+        return lambda layer: roll.advance_through(layer)[0]
+    return None if constants is None else lambda layer: constants[layer]
+
+
+def _gate_block(
+    model: "PreTrainedModel",
+    inputs: Int[Tensor, "window pos"],
+    targets: Int[Tensor, "window pos"],
+    units: Sequence[Unit],
+    constants: Float[Tensor, "layer head d_head"] | None,
+    donors: Int[Tensor, "window pos"] | None,
+    rows_per_batch: int,
+) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
+    """Measure units of the same windows by whole forward passes with gated heads."""
+    heads_per_batch = max(1, rows_per_batch // len(inputs))
     for unit in units:
-        inputs, targets = window_batch(ids, [windows[index] for index in unit.windows])
         if unit.layer is None:
             yield unit, row_nats(model, inputs, targets)[None]
             continue
-        baseline = _layer_baseline(model, unit, inputs, ablation)
-        heads_per_batch = max(1, rows_per_batch // len(inputs))
+        baseline = None if constants is None else constants[unit.layer]
+        if donors is not None:
+            baseline = donor_z(model, donors, unit.layer)
         parts = [
             _measure_heads(model, inputs, targets, unit.layer, heads, baseline)
             for heads in torch.tensor(unit.heads).split(heads_per_batch)
@@ -117,18 +174,14 @@ def _measure_heads(
         return row_nats(model, rows, row_targets).view(len(heads), len(inputs))
 
 
-def _layer_baseline(
-    model: "PreTrainedModel", unit: Unit, inputs: Int[Tensor, "window pos"], ablation: Ablation
-) -> Float[Tensor, "..."] | None:
-    assert unit.layer is not None
-    if not isinstance(ablation, Donors):
-        return None if ablation is None else ablation[unit.layer]
-    chosen = [ablation.windows[index % len(ablation.windows)] for index in unit.windows]
-    length, shortest = inputs.shape[1], min(window.num_inputs for window in chosen)
+def _donor_inputs(donors: Donors, numbers: Sequence[int], length: int) -> Int[Tensor, "window pos"]:
+    """Return the inputs of the donor of each window, cut to the windows' length."""
+    chosen = [donors.windows[number % len(donors.windows)] for number in numbers]
+    shortest = min(window.num_inputs for window in chosen)
     if shortest < length:
         raise ValueError(
             f"resample ablation needs donor windows of at least {length} input tokens, "
             f"got one of {shortest}; leave the shorter calibration windows out"
         )
-    donors, _ = window_batch(ablation.ids, chosen)
-    return donor_z(model, donors[:, :length], unit.layer)
+    inputs, _ = window_batch(donors.ids, chosen)
+    return inputs[:, :length]

@@ -1,0 +1,194 @@
+"""The fast path: ablate every head of a layer, and replay only what the ablations can change.
+
+Ablating heads of layer l changes nothing before l, and in l the attention output is a sum over
+heads: `mid = resid + b_O + sum_h z_h W_O[h]`. So a variant starts from
+`mid - (z_h - baseline_h) W_O[h]`, and only the MLP of l, the later blocks, the final norm and the
+unembedding follow. The same numbers as gating, up to rounding.
+
+It runs the Hugging Face modules themselves, for decoders whose blocks are sequential and pre-norm
+(`architectures.REPLAYABLE`). Its memory grows with the batch of windows, not with their number or
+that of the heads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mhaprune.architectures import Block, final_norm, head_shape, replayable_blocks
+from mhaprune.perplexity import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What replaces a layer's z: anything that broadcasts against `window pos head d_head`.
+LayerBaseline = Callable[[int], Float[Tensor, "..."]]
+
+UNEMBEDDING_CHUNK = 256  # positions whose logits exist at once
+
+
+@torch.no_grad()
+def replay(
+    model: "PreTrainedModel",
+    inputs: Int[Tensor, "window pos"],
+    targets: Int[Tensor, "window pos"],
+    layers: Mapping[int, Sequence[int]],
+    baseline: LayerBaseline | None,
+    rows_per_batch: int,
+) -> Iterator[tuple[int | None, Float[Tensor, "variant window"]]]:
+    """Yield (None, the intact losses) and then, layer by layer, the losses of each head's ablation.
+
+    Losses are total nats per window in float64. `layers` names the heads of each layer to ablate;
+    `baseline(layer)` is what replaces z there, None is zero. At most `rows_per_batch` rows (head,
+    window) are replayed at once, but always all windows of one head.
+    """
+    inputs, targets = inputs.to(model.device), targets.to(model.device)
+    num_windows = len(inputs)
+    with fused_gelu(model):
+        unembedding = Unembedding(model)
+        roll = Roll(model, inputs)
+        yield None, unembedding.nats(roll.final, targets)[None].cpu()
+        for layer in sorted(layers):
+            z, mid = roll.advance_through(layer)
+            removed = z if baseline is None else z - baseline(layer).to(z)
+            heads = torch.tensor(layers[layer], device=model.device)
+            parts = []
+            for some in heads.split(max(1, rows_per_batch // num_windows)):
+                variants = roll.finish(layer, mid, removed, some)
+                row_targets = targets.repeat(len(some), 1)
+                parts.append(unembedding.nats(variants, row_targets).view(len(some), num_windows))
+            yield layer, torch.cat(parts).cpu()
+
+
+class Roll:
+    """A batch of windows on its way through the model, one block after another.
+
+    `final` is the intact model's output before unembedding, `row pos d_model`.
+    """
+
+    def __init__(self, model: "PreTrainedModel", inputs: Int[Tensor, "row pos"]) -> None:
+        self.blocks: list[Block] = replayable_blocks(model)
+        self.norm = final_norm(model)
+        self.shape = head_shape(model)
+        self.next_layer = 0
+        entered: list[Tensor] = []
+        self.arguments: list[dict[str, Any]] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entered[:] = entered or [args[0]]
+            self.arguments.append(kwargs)
+
+        with ExitStack() as stack:
+            for block in self.blocks:
+                hook = block.module.register_forward_pre_hook(keep, with_kwargs=True)
+                stack.callback(hook.remove)
+            output = model.base_model(inputs, use_cache=False)
+        self.final: Float[Tensor, "row pos d_model"] = output.last_hidden_state
+        self.resid: Float[Tensor, "row pos d_model"] = entered[0]
+
+    def advance_through(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "row pos head d_head"], Float[Tensor, "row pos d_model"]]:
+        """Run the blocks up to and including `layer`; return its z and mid, the stream after it."""
+        assert layer >= self.next_layer, "layers come in order"
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                seen[name] = args[0]
+
+            return before
+
+        for number in range(self.next_layer, layer + 1):
+            block = self.blocks[number]
+            with ExitStack() as stack:
+                for name, module in (("z", block.projection), ("mid", block.mlp_norm)):
+                    stack.callback(module.register_forward_pre_hook(keep(name)).remove)
+                self.resid = block.module(self.resid, **self.arguments[number])
+        self.next_layer = layer + 1
+        return seen["z"].unflatten(-1, (self.shape.num_heads, self.shape.d_head)), seen["mid"]
+
+    def finish(
+        self,
+        layer: int,
+        mid: Float[Tensor, "row pos d_model"],
+        removed: Float[Tensor, "row pos head d_head"],
+        heads: Int[Tensor, "head"],
+    ) -> Float[Tensor, "head_row pos d_model"]:
+        """Take each head's contribution out of `mid`; run all that follows, up to unembedding."""
+        block = self.blocks[layer]
+        weights = block.output_weights(self.shape.num_heads)[heads]
+        removal = torch.einsum("rphd,hdm->hrpm", removed[:, :, heads], weights)
+        hidden = (mid - removal).flatten(0, 1)
+        hidden = hidden + block.mlp(block.mlp_norm(hidden))
+        for number in range(layer + 1, len(self.blocks)):
+            arguments = repeat_rows(self.arguments[number], len(mid), len(heads))
+            hidden = self.blocks[number].module(hidden, **arguments)
+        return self.norm(hidden)
+
+
+class Unembedding:
+    """Losses from final hidden states, a few positions' logits at a time, in one buffer."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        layer = model.get_output_embeddings()
+        assert isinstance(layer, nn.Linear)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.buffer = self.weight.new_empty(UNEMBEDDING_CHUNK, len(self.weight))
+
+    def nats(
+        self, hidden: Float[Tensor, "row pos d_model"], targets: Int[Tensor, "row pos"]
+    ) -> Float[Tensor, "row"]:
+        """Return each row's loss summed over its scored positions, in float64."""
+        scored = targets != IGNORED
+        flat, wanted = hidden[scored], targets[scored]
+        nats = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
+        for first in range(0, len(flat), UNEMBEDDING_CHUNK):
+            part = slice(first, first + UNEMBEDDING_CHUNK)
+            logits = self.buffer[: len(flat[part])]
+            torch.mm(flat[part], self.weight.T, out=logits)
+            if self.bias is not None:
+                logits += self.bias
+            chosen = logits.gather(1, wanted[part, None]).squeeze(1)
+            highest = logits.amax(1)
+            log_sum = logits.sub_(highest[:, None]).exp_().sum(1).log_().add_(highest)
+            nats[part] = log_sum - chosen
+        rows = scored.nonzero()[:, 0]
+        return torch.zeros(len(hidden), dtype=torch.float64, device=flat.device).index_add_(
+            0, rows, nats
+        )
+
+
+def repeat_rows(arguments: dict[str, Any], num_rows: int, times: int) -> dict[str, Any]:
+    """Repeat whatever has a row for each window, so that it fits (head, window) rows."""
+
+    def repeat(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 1 and len(value) == num_rows > 1:
+            return value.repeat(times, *[1] * (value.ndim - 1))
+        return tuple(map(repeat, value)) if isinstance(value, tuple) else value
+
+    return {name: repeat(value) for name, value in arguments.items()}
+
+
+@contextmanager
+def fused_gelu(model: nn.Module) -> Iterator[None]:
+    """Replace the tanh-GELU that is written out in elementwise steps by the fused one."""
+    from transformers.activations import NewGELUActivation
+
+    found = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, NewGELUActivation)
+    ]
+    before = [(parent, name, getattr(parent, name)) for parent, name in found]
+    try:
+        for parent, name in found:
+            setattr(parent, name, nn.GELU(approximate="tanh"))
+        yield
+    finally:
+        for parent, name, module in before:
+            setattr(parent, name, module)

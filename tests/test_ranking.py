@@ -1,0 +1,164 @@
+"""Losses of two windows of four tokens -> effects, intervals, verdicts and ranks, by arithmetic."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from scipy import stats
+from tiny import tiny_gpt2, tiny_tokenizer
+
+from mhaprune import ranking as ranking_module
+from mhaprune.architectures import head_shape
+from mhaprune.config import EvaluationConfig
+from mhaprune.heads import Head
+from mhaprune.load import LoadedModel
+from mhaprune.perplexity import Protocol
+from mhaprune.ranking import Ranking, rank, write_ranking
+from mhaprune.results import HeadEffect, read_effects
+from mhaprune.runs import Prepared
+from mhaprune.text import Tokens
+from mhaprune.windows import Window
+
+INTACT_NATS = np.array([4.0, 8.0])  # 8 tokens: 1.5 nats/token
+ABLATED_NATS = {
+    Head(0, 0): [4.0, 8.0],  # nothing happens
+    Head(0, 1): [8.0, 8.0],  # 0.5 nats/token, all in one window
+    Head(1, 0): [5.0, 9.0],  # 0.25 in both
+    Head(1, 1): [4.08, 8.08],  # 0.02 in both
+    Head(1, 2): [3.0, 7.0],  # -0.25 in both
+    Head(1, 3): [4.0, 8.0],  # nothing, again
+}
+HEADS = list(ABLATED_NATS)
+SHAPE = head_shape(tiny_gpt2())  # 2 layers of 4 heads
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    """Nine tokens of 3 bytes in two windows that score four each."""
+    ids = torch.arange(9)
+    tokens = Tokens(ids=ids, num_bytes=0 * ids + 3, document=0 * ids, hash="tokens")
+    loaded = LoadedModel("tiny", tiny_gpt2(), tiny_tokenizer(), "here", "weights", 1)
+    protocol = Protocol("text", "", False, 4, 4, "scored", 2, 8, 9, "tokens")
+    windows = (Window(0, 5, 1), Window(4, 9, 5))
+    return Prepared(loaded, tokens, windows, tokens, (), protocol)
+
+
+@pytest.fixture(scope="module")
+def ranked(prepared: Prepared) -> Ranking:
+    return rank_heads_of(prepared, HEADS)
+
+
+def rank_heads_of(prepared: Prepared, heads: list[Head]) -> Ranking:
+    ablated = np.array([ABLATED_NATS[head] for head in heads])
+    return rank(prepared, heads, INTACT_NATS, ablated, EvaluationConfig(), seed=0)
+
+
+def row_of(ranked: Ranking, head: Head) -> HeadEffect:
+    [row] = [row for row in ranked.rows if (row.layer, row.head) == (head.layer, head.head)]
+    return row
+
+
+def test_effects_are_the_extra_nats_per_token(ranked):
+    effects = {Head(row.layer, row.head): row.effect_nats for row in ranked.rows}
+    assert effects == pytest.approx(dict(zip(HEADS, [0, 0.5, 0.25, 0.02, -0.25, 0], strict=True)))
+
+
+def test_rows_are_in_order_of_rank_and_of_equals_the_earlier_head_comes_first(ranked):
+    assert [row.rank for row in ranked.rows] == [1, 2, 3, 4, 5, 6]
+    assert [str(Head(row.layer, row.head)) for row in ranked.rows] == [
+        *("L0H1", "L1H0", "L1H1", "L0H0", "L1H3", "L1H2")
+    ]
+
+
+def test_verdicts_follow_the_thresholds(ranked):
+    assert [row.verdict for row in ranked.rows] == [
+        *("undetermined", "critical", "useful", "redundant", "redundant", "harmful")
+    ]
+
+
+def test_a_row_has_the_interval_of_its_head(ranked):
+    row = row_of(ranked, Head(0, 1))
+    # Deviations from 0.5 * 4 nats are +2 and -2: sqrt(2/1 * (4 + 4)) / 8 tokens.
+    reach = 0.5 * stats.t.ppf(0.975, df=1)
+    assert row.standard_error == pytest.approx(0.5)
+    assert (row.ci_low, row.ci_high) == pytest.approx((0.5 - reach, 0.5 + reach))
+    assert row.num_windows == 2
+
+
+def test_a_row_has_the_perplexity_that_its_head_s_ablation_leads_to(ranked):
+    row = row_of(ranked, Head(1, 0))
+    assert row.ppl_ablated == pytest.approx(math.exp(1.75))
+    assert row.delta_ppl == pytest.approx(math.exp(1.75) - math.exp(1.5))
+    # Without the head both windows lose 0.25 more, so the factor exp(0.25) - 1 is certain and the
+    # difference varies as the intact perplexity does: exp(1.5) * sqrt(2 * (2^2 + 2^2)) / 8.
+    reach = math.expm1(0.25) * math.exp(1.5) * 0.5 * stats.t.ppf(0.975, df=1)
+    assert row.delta_ppl_high - row.delta_ppl == pytest.approx(reach)
+    assert row.delta_ppl - row.delta_ppl_low == pytest.approx(reach)
+
+
+def test_the_summary_has_the_intact_loss_and_counts_the_verdicts(ranked):
+    reach = 0.5 * stats.t.ppf(0.975, df=1)
+    assert ranked.summary == {
+        "baseline/nats_per_token": 1.5,
+        "baseline/perplexity": pytest.approx(math.exp(1.5)),
+        "baseline/perplexity_low": pytest.approx(math.exp(1.5 - reach)),
+        "baseline/perplexity_high": pytest.approx(math.exp(1.5 + reach)),
+        "baseline/bits_per_byte": pytest.approx(12 / math.log(2) / 24),
+        "heads/num_measured": 6,
+        "heads/num_critical": 1,
+        "heads/num_useful": 1,
+        "heads/num_redundant": 2,
+        "heads/num_harmful": 1,
+        "heads/num_undetermined": 1,
+        "intervals/method": "Student t over 2 windows",
+        "intervals/confidence": 0.95,
+    }
+
+
+def test_the_files_hold_what_was_ranked(ranked, tmp_path):
+    write_ranking(tmp_path, "a title", ranked, SHAPE, tolerance_nats=0.01)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("effects.csv", "heatmap.png", "summary.json")
+    }
+    assert read_effects(tmp_path / "effects.csv") == list(ranked.rows)
+    assert json.loads((tmp_path / "summary.json").read_text()) == ranked.summary
+    assert (tmp_path / "heatmap.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_the_summary_says_finished_so_it_is_written_last(ranked, tmp_path, monkeypatch):
+    def disk_is_full(figure: Figure, path: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ranking_module, "save_png", disk_is_full)
+    with pytest.raises(OSError, match="disk full"):
+        write_ranking(tmp_path, "a title", ranked, SHAPE, tolerance_nats=0.01)
+    assert {path.name for path in tmp_path.iterdir()} == {"effects.csv"}
+
+
+def test_heads_that_were_not_selected_are_not_measured(prepared, tmp_path, monkeypatch):
+    drawn: list[tuple[np.ndarray, dict[tuple[int, int], str], str]] = []
+    draw = ranking_module.effect_heatmap
+
+    def noting(grid, verdicts, title, tolerance_nats) -> Figure:
+        drawn.append((grid, verdicts, title))
+        return draw(grid, verdicts, title, tolerance_nats)
+
+    monkeypatch.setattr(ranking_module, "effect_heatmap", noting)
+    layer_1 = rank_heads_of(prepared, [head for head in HEADS if head.layer == 1])
+    write_ranking(tmp_path, "a title", layer_1, SHAPE, tolerance_nats=0.01)
+    assert layer_1.summary["heads/num_measured"] == 4
+    assert {row.layer for row in read_effects(tmp_path / "effects.csv")} == {1}
+    [(grid, verdict_at, title)] = drawn
+    assert title == "a title"
+    assert np.isnan(grid[0]).all()
+    assert grid[1] == pytest.approx([0.25, 0.02, -0.25, 0.0])
+    assert verdict_at == {
+        (1, 0): "critical",
+        (1, 1): "useful",
+        (1, 2): "harmful",
+        (1, 3): "redundant",
+    }
