@@ -27,7 +27,7 @@ from mhaprune.runs import choose_engine, keep_manifest, measure_losses, num_rows
 from mhaprune.tracking import track
 
 
-def rank_heads(config: RankHeadsConfig, directory: Path, resumed: bool) -> None:
+def rank_heads(config: RankHeadsConfig, directory: Path) -> None:
     """Measure every selected head and write the ranking into the run directory."""
     quiet_third_parties()
     console = Console()

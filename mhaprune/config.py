@@ -235,9 +235,9 @@ def plain_exits(directory: Path | None = None) -> Iterator[None]:
 
 
 def run_program(
-    task: Callable[[Schema, Path, bool], None], schema: type[Schema], config_name: str
+    task: Callable[[Schema, Path], None], schema: type[Schema], config_name: str
 ) -> None:
-    """Start a program: `task(config, run_directory, resumed)`, once or, with `-m`, for each job.
+    """Start a program: `task(config, run_directory)`, once or, with `-m`, for each job.
 
     `resume=RUN_DIR` goes on with the configuration that the run was started with. For exit codes
     see `plain_exits`; in a sweep, Hydra first says which job failed, and the other jobs run.
@@ -247,7 +247,7 @@ def run_program(
         alone = HydraConfig.get().mode is RunMode.RUN
         directory = Path(HydraConfig.get().runtime.output_dir)
         with plain_exits(directory) if alone else nullcontext():
-            task(validate(config, schema), directory, False)
+            task(validate(config, schema), directory)
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing and exiting
     with plain_exits():
@@ -258,7 +258,7 @@ def run_program(
             saved = OmegaConf.load(directory / ".hydra" / "config.yaml")
             assert isinstance(saved, DictConfig)
             with plain_exits(directory):
-                task(validate(saved, schema), directory, True)
+                task(validate(saved, schema), directory)
         else:
             refuse_used_directory(arguments)
             start = hydra.main(

@@ -102,7 +102,7 @@ def _git(*arguments: str) -> str | None:
 
 
 _SECRET_KEY = re.compile(r"secret|passw|passphrase|credential|(api|access|private) ?key|\btoken$")
-_SPECIAL_TOKEN = re.compile(r"\b(bos|eos|pad|unk|sep|cls|mask|per) token$")
+_SPECIAL_TOKEN = re.compile(r"\b(bos|eos|pad|unk|sep|cls|mask|per|first) token$")
 _KEY_IN_TEXT = re.compile(r"([\w.-]+)=|[{,]\s*(\w+)\s*:")
 
 

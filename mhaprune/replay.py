@@ -116,8 +116,8 @@ class Roll:
         layer: int,
         mid: Float[Tensor, "row pos d_model"],
         removed: Float[Tensor, "row pos head d_head"],
-        heads: Int[Tensor, "head"],
-    ) -> Float[Tensor, "head_row pos d_model"]:
+        heads: Int[Tensor, "variant"],
+    ) -> Float[Tensor, "variant_row pos d_model"]:
         """Take each head's contribution out of `mid`; run all that follows, up to unembedding."""
         block = self.blocks[layer]
         weights = block.output_weights(self.shape.num_heads)[heads]

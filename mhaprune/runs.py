@@ -213,8 +213,9 @@ def measure_losses(
         advance(sum(unit.num_rows for unit in units) - sum(unit.num_rows for unit in missing))
         ablation = prepare_ablation(prepared, kind, evaluation.rows_per_batch, config.seed)
         model, ids, windows = prepared.loaded.model, prepared.tokens.ids, prepared.windows
+        engine = choose_engine(prepared, evaluation)
         for unit, nats in measure(
-            model, ids, windows, missing, ablation, evaluation.rows_per_batch
+            model, ids, windows, missing, ablation, evaluation.rows_per_batch, engine
         ):
             rows = tuple(tuple(row) for row in nats.tolist())
             record = Measurement(key, kind, unit.layer, unit.heads, unit.windows, rows)

@@ -116,8 +116,8 @@ def test_the_options_of_all_groups_go_together(combination):
         ("evaluation.windows_per_unit=0", "evaluation.windows_per_unit=0 must be at least 1"),
         ("evaluation.resamples=99", "evaluation.resamples=99 must be at least 100"),
         ("evaluation.confidence=1", "evaluation.confidence=1.0 must lie in [0.5, 1)"),
-        ("evaluation.tolerance_nats=0", "<= evaluation.critical_nats, got 0.0 and 0.02"),
-        ("evaluation.critical_nats=0.001", "<= evaluation.critical_nats, got 0.002 and 0.001"),
+        ("evaluation.tolerance_nats=0", "<= evaluation.critical_nats, got 0.0 and 0.05"),
+        ("evaluation.critical_nats=0.001", "<= evaluation.critical_nats, got 0.01 and 0.001"),
         ("ablation.kind=x", "ablation.kind=x is not one of zero, mean, resample"),
         ("tracker.mode=x", "tracker.mode=x is not one of offline, online, none"),
     ],
@@ -180,10 +180,10 @@ def run(monkeypatch, tmp_path):
     def run(*arguments: str, error: BaseException | None = None) -> Calls:
         calls: Calls = []
 
-        def task(config: RankHeadsConfig, directory: Path, resumed: bool) -> None:
+        def task(config: RankHeadsConfig, directory: Path) -> None:
             if error is not None:
                 raise error
-            calls.append((config, directory, resumed))
+            calls.append((config, directory))
 
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
         run_program(task, RankHeadsConfig, "rank_heads")
@@ -193,20 +193,20 @@ def run(monkeypatch, tmp_path):
 
 
 def test_a_task_gets_the_configuration_and_its_own_directory(run, tmp_path):
-    [(config, directory, resumed)] = run("seed=3", f"hydra.run.dir={tmp_path}/r", *QUIET)
-    assert (config, directory, resumed) == (validated("seed=3"), tmp_path / "r", False)
+    [(config, directory)] = run("seed=3", f"hydra.run.dir={tmp_path}/r", *QUIET)
+    assert (config, directory) == (validated("seed=3"), tmp_path / "r")
     assert (tmp_path / "r" / ".hydra" / "config.yaml").is_file()
 
 
 def test_a_resumed_run_gets_the_configuration_it_was_started_with(run, tmp_path):
-    [(started, directory, _)] = run("seed=3", f"hydra.run.dir={tmp_path}/r", *QUIET)
-    assert run(f"resume={directory}") == [(started, directory, True)]
+    [(started, directory)] = run("seed=3", f"hydra.run.dir={tmp_path}/r", *QUIET)
+    assert run(f"resume={directory}") == [(started, directory)]
 
 
 def test_a_sweep_runs_each_job_in_its_own_directory(run, tmp_path):
     jobs = run("-m", "ablation=zero,mean", f"hydra.sweep.dir={tmp_path}/s", *QUIET)
-    assert [config.ablation.kind for config, _, _ in jobs] == ["zero", "mean"]
-    names = [directory.relative_to(tmp_path / "s").name for _, directory, _ in jobs]
+    assert [config.ablation.kind for config, _ in jobs] == ["zero", "mean"]
+    names = [directory.relative_to(tmp_path / "s").name for _, directory in jobs]
     assert names == ["0_demo_stories_zero", "1_demo_stories_mean"]
 
 
@@ -246,14 +246,18 @@ def test_an_unknown_model_is_answered_by_all_that_there_are(run, capfd):
         (ValueError("no heads\nmore"), 2, "error: no heads\n"),
         (FileNotFoundError("no file"), 2, "error: no file\n"),
         (ValueError(), 2, "error: ValueError\n"),
-        (KeyboardInterrupt(), 130, "interrupted; what was measured is kept\n"),
+        (
+            KeyboardInterrupt(),
+            130,
+            "interrupted; what was measured is kept; go on with: program resume={}/r\n",
+        ),
     ],
 )
-def test_a_task_that_stops_is_one_line_and_an_exit_code(run, capfd, error, code, line):
+def test_a_task_that_stops_is_one_line_and_an_exit_code(run, capfd, tmp_path, error, code, line):
     with pytest.raises(SystemExit) as stop:
         run("hydra.run.dir=r", *QUIET, error=error)
     assert stop.value.code == code
-    assert capfd.readouterr().err == line
+    assert capfd.readouterr().err == line.format(tmp_path)
 
 
 def test_our_own_bugs_and_what_is_asked_for_keep_their_traceback(run, monkeypatch):
@@ -276,7 +280,7 @@ def test_a_job_that_fails_in_a_sweep_lets_the_others_run(run, capfd, tmp_path):
 
 PROGRAM = """
 from mhaprune.config import RankHeadsConfig, run_program
-run_program(lambda config, directory, resumed: print(directory), RankHeadsConfig, "rank_heads")
+run_program(lambda config, directory: print(directory), RankHeadsConfig, "rank_heads")
 """
 
 

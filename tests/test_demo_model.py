@@ -43,7 +43,7 @@ def held_out() -> list[Story]:
     return list(itertools.islice(stories(HELD_OUT_SEED), 400))
 
 
-def in_ids(demo: LoadedModel, some: Sequence[Story]) -> list[list[int]]:
+def in_ids(demo: LoadedModel, some: Sequence[Story]) -> list[list[Any]]:
     """Each story between end-of-text tokens."""
     end = demo.tokenizer.eos_token_id
     encoded: Any = demo.tokenizer([story.text for story in some], add_special_tokens=False)

@@ -58,8 +58,8 @@ def prepared(config: RankHeadsConfig, gpt2: LoadedModel) -> Prepared:
 def layer_4(gpt2: LoadedModel) -> Tensor:
     """The sentence's attention in layer 4, `head query key`."""
     ids = torch.tensor([gpt2.tokenizer(SENTENCE)["input_ids"]], device=gpt2.model.device)
-    words = [gpt2.tokenizer.decode([token]).strip() for token in ids[0]]
-    assert words == SENTENCE.split()
+    words = gpt2.tokenizer.convert_ids_to_tokens(ids[0].tolist())
+    assert words == SENTENCE.replace(" ", " Ġ").split()  # Ġ is how GPT-2 writes a leading space
     gpt2.model.set_attn_implementation("eager")
     try:
         return gpt2.model(ids, output_attentions=True).attentions[4][0].cpu()

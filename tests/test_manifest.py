@@ -1,5 +1,6 @@
 """The manifest says what ran, and tells no secrets."""
 
+import json
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta, timezone
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mhaprune import manifest as manifest_module
 from mhaprune.manifest import HIDDEN, environment_manifest, hide_private, manifest
 
 
@@ -48,14 +50,12 @@ def test_the_manifest_says_what_ran_on_what_and_when() -> None:
 
 
 def test_the_manifest_has_no_secret_no_home_and_no_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/jane")
     monkeypatch.setenv("WANDB_API_KEY", "from-the-environment")
     secret = "s3cr3t"
-    path = tmp_path / "manifest.json"
-    recorded = manifest(
-        path,
+    recorded = made(
         config={"tracker": {"api_key": secret, "hf_token": secret}, "cache": "/home/jane/.cache"},
         command=["/home/jane/run.py", f"tracker.api_key={secret}", f"+t={{password: {secret}}}"],
     )
@@ -66,7 +66,7 @@ def test_the_manifest_has_no_secret_no_home_and_no_environment(
         f"+t={{password:{HIDDEN}",
     ]
     for private in (secret, "jane", "from-the-environment"):
-        assert private not in path.read_text()
+        assert private not in json.dumps(recorded)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,12 @@ def test_what_a_secret_is_called_hides_it_at_any_depth(key: str) -> None:
     "config",
     [
         {"tokens_hash": "ab12", "num_tokens": 4096, "weights_hash": "cd34"},
-        {"tokenizer": "gpt2", "tokens": "all", "bos_token": "<|endoftext|>", "pad_token": "x"},
+        {
+            "tokenizer": "gpt2",
+            "tokens": "all",
+            "bos_token": "<|endoftext|>",
+            "first_token": "scored",
+        },
         {"nats_per_token": 3.25, "previous_token": 0.5, "use_token": True, "keyboard": "de"},
         {"key": "value", "monkey": "x", "sort_keys": True, "override": "num_tokens=4096"},
         {"text": "loss per token: 3.2", "url": "https://example.org/a@b"},
@@ -130,22 +135,22 @@ def git(directory: Path, *arguments: str) -> str:
 def test_the_commit_and_dirt_of_the_checkout_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "__file__", str(tmp_path / "manifest_module.py"))
+    monkeypatch.setattr(manifest_module, "__file__", str(tmp_path / "manifest.py"))
 
     def state() -> tuple[str | None, bool | None]:
         found = environment_manifest()
         return found["git_commit"], found["git_dirty"]
 
-    (tmp_path / "manifest_module.py").write_text("")
+    (tmp_path / "manifest.py").write_text("")
     assert state() == (None, None)  # no repository
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "of another project")
     assert state() == (None, None)  # a repository that does not know the file
-    git(tmp_path, "add", "manifest_module.py")
+    git(tmp_path, "add", "manifest.py")
     git(tmp_path, "commit", "--quiet", "-m", "of this one")
     commit = git(tmp_path, "rev-parse", "HEAD")
     assert state() == (commit, False)
-    (tmp_path / "manifest_module.py").write_text("changed")
+    (tmp_path / "manifest.py").write_text("changed")
     assert state() == (commit, True)
 
 

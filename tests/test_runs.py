@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from micro import numpy_gpt2, without_heads
+from micro import numpy_gpt2, tiny_model, without_heads
 from tiny import tiny_gpt2, tiny_tokenizer
 
 from mhaprune import runs
@@ -27,6 +27,7 @@ from mhaprune.heads import Head, select_heads
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.runs import (
     Prepared,
+    choose_engine,
     cut_windows,
     full_windows,
     keep_manifest,
@@ -58,11 +59,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(place: Path, ablation: str = "zero", **evaluation: Any) -> RankHeadsConfig:
-    sizes = {"context_length": 16, "max_windows": 6, "calibration_windows": 3} | evaluation
+    sizes: dict[str, Any] = {"context_length": 16, "max_windows": 6, "calibration_windows": 3}
     return RankHeadsConfig(
         ModelConfig("local", path=str(place / "model"), device="cpu"),
         DatasetConfig("text", "text", path=str(place / "stories.txt"), document_start="^"),
-        EvaluationConfig(**sizes),
+        EvaluationConfig(**sizes | evaluation),
         AblationConfig(ablation),
         TrackerConfig("none"),
     )
@@ -299,9 +300,10 @@ def lines_of(directory: Path) -> list[str]:
     return (directory / "measurements.jsonl").read_text().splitlines()
 
 
-def test_losses_are_those_of_models_without_the_head(prepared, place, tmp_path):
-    heads = [Head(0, 1), Head(1, 3)]
-    intact, ablated = measure_losses(prepared, heads, make_config(place), tmp_path, ignore)
+@pytest.mark.parametrize("engine", ["replay", "gating"])
+def test_losses_are_those_of_models_without_the_head(prepared, place, tmp_path, engine):
+    heads, config = [Head(0, 1), Head(1, 3)], make_config(place, engine=engine)
+    intact, ablated = measure_losses(prepared, heads, config, tmp_path, ignore)
     batch = window_batch(prepared.tokens.ids, prepared.windows)
     model = prepared.loaded.model
     np.testing.assert_allclose(intact, row_nats(model, *batch), atol=ROW_NATS)
@@ -309,6 +311,32 @@ def test_losses_are_those_of_models_without_the_head(prepared, place, tmp_path):
         other = row_nats(without_heads(model, [head]), *batch).numpy()
         assert abs(other - intact).min() > 30 * ROW_NATS
         np.testing.assert_allclose(ablated[row], other, atol=ROW_NATS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [("auto", "replay"), ("replay", "replay"), ("gating", "gating")]
+)
+def test_the_engine_that_is_chosen_is_the_one_that_measures(
+    prepared, place, tmp_path, monkeypatch, asked, used
+):
+    engines: list[str] = []
+    measure = runs.measure
+
+    def noting(*arguments: Any) -> Any:
+        engines.append(arguments[-1])
+        return measure(*arguments)
+
+    monkeypatch.setattr(runs, "measure", noting)
+    config = make_config(place, engine=asked)
+    measure_losses(prepared, ALL_HEADS, config, tmp_path, ignore)
+    assert engines == [choose_engine(prepared, config.evaluation)] == [used]
+
+
+def test_replay_of_an_unknown_architecture_is_refused_and_auto_falls_back_to_gating(prepared):
+    other = replace(prepared, loaded=replace(prepared.loaded, model=tiny_model("bloom")))
+    assert choose_engine(other, EvaluationConfig()) == "gating"
+    with pytest.raises(ValueError, match=r"engine=replay does not know bloom models; use auto$"):
+        choose_engine(other, EvaluationConfig(engine="replay"))
 
 
 def test_what_is_stored_is_not_measured_again(prepared, place, tmp_path, measured_units):
@@ -393,6 +421,10 @@ def other_dtype(prepared: Prepared, config: RankHeadsConfig) -> None:
     config.model.dtype = "float64"
 
 
+def other_engine(prepared: Prepared, config: RankHeadsConfig) -> None:
+    config.evaluation.engine = "gating"
+
+
 def other_thresholds(prepared: Prepared, config: RankHeadsConfig) -> None:
     config.evaluation.tolerance_nats = 0.02
     config.evaluation.resamples = 500
@@ -410,6 +442,7 @@ ALWAYS = {"zero", "mean", "resample"}
         (other_protocol(stride=8), ALWAYS),
         (other_protocol(first_token="unscored"), ALWAYS),
         (other_dtype, ALWAYS),
+        (other_engine, ALWAYS),
         (other_calibration, {"mean", "resample"}),
         (fewer_calibration_windows, {"mean", "resample"}),
         (other_seed, {"resample"}),

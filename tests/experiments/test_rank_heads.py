@@ -155,8 +155,9 @@ def loss_of(model: Any, windows: list[torch.Tensor]) -> float:
     return F.cross_entropy(logits, torch.cat([window[1:] for window in windows])).item()
 
 
-def test_a_run_writes_the_loss_without_each_head(run, place):
-    directory = run(*place.arguments())
+@pytest.mark.parametrize("engine", ["replay", "gating"])
+def test_a_run_writes_the_loss_without_each_head(run, place, engine):
+    directory = run(*place.arguments(), f"evaluation.engine={engine}")
     model, windows = make_model(), windows_of(place.ids("evaluation.txt"))[:NUM_WINDOWS]
     intact = loss_of(model, windows)
     effects = effects_in(directory)
@@ -205,11 +206,13 @@ def loss_with(
 
 
 @pytest.mark.parametrize("ablation", ["mean", "resample"])
+@pytest.mark.parametrize("engine", ["replay", "gating"])
 def test_mean_and_resample_ablations_put_calibration_outputs_in_a_head_s_place(
-    run, place, ablation
+    run, place, ablation, engine
 ):
-    arguments = place.arguments(NUM_WINDOWS, f"ablation={ablation}", "seed=3")
-    effects = effects_in(run(*arguments, "evaluation.calibration_windows=4"))
+    choices = [f"ablation={ablation}", f"evaluation.engine={engine}", "seed=3"]
+    arguments = place.arguments(NUM_WINDOWS, *choices, "evaluation.calibration_windows=4")
+    effects = effects_in(run(*arguments))
     model, windows = make_model(), windows_of(place.ids("evaluation.txt"))[:NUM_WINDOWS]
     calibration = windows_of(place.ids("calibration.txt"))[:4]
     donors = [numpy_gpt2(model, window[:-1])[1] for window in calibration]
@@ -484,6 +487,7 @@ def test_the_terminal_shows_protocol_perplexity_heads_counts_and_files(run, caps
     summary, effects = json_in(directory, "summary.json"), effects_in(directory)
     lines = [line.rstrip() for line in output.splitlines()]
     assert lines[0].startswith("Protocol: stories, joined by '<|endoftext|>', no BOS; 4 windows of")
+    assert lines[1] == "Engine: replay"
     [intact] = [line for line in lines if line.startswith("Intact perplexity ")]
     assert intact.startswith(f"Intact perplexity {summary['baseline/perplexity']:.3f} [")
 
