@@ -30,7 +30,6 @@ LayerBaseline = Callable[[int], Float[Tensor, "..."]]
 UNEMBEDDING_CHUNK = 256  # positions whose logits exist at once
 
 
-@torch.no_grad()
 def replay(
     model: "PreTrainedModel",
     inputs: Int[Tensor, "window pos"],
@@ -69,6 +68,7 @@ class Roll:
     `final` is the intact model's output before unembedding, `row pos d_model`.
     """
 
+    @torch.no_grad()
     def __init__(self, model: "PreTrainedModel", inputs: Int[Tensor, "row pos"]) -> None:
         self.blocks: list[Block] = replayable_blocks(model)
         self.norm = final_norm(model)
@@ -89,6 +89,7 @@ class Roll:
         self.final: Float[Tensor, "row pos d_model"] = output.last_hidden_state
         self.resid: Float[Tensor, "row pos d_model"] = entered[0]
 
+    @torch.no_grad()
     def advance_through(
         self, layer: int
     ) -> tuple[Float[Tensor, "row pos head d_head"], Float[Tensor, "row pos d_model"]]:
@@ -111,6 +112,7 @@ class Roll:
         self.next_layer = layer + 1
         return seen["z"].unflatten(-1, (self.shape.num_heads, self.shape.d_head)), seen["mid"]
 
+    @torch.no_grad()
     def finish(
         self,
         layer: int,
@@ -139,6 +141,7 @@ class Unembedding:
         self.weight, self.bias = layer.weight, layer.bias
         self.buffer = self.weight.new_empty(UNEMBEDDING_CHUNK, len(self.weight))
 
+    @torch.no_grad()
     def nats(
         self, hidden: Float[Tensor, "row pos d_model"], targets: Int[Tensor, "row pos"]
     ) -> Float[Tensor, "row"]:

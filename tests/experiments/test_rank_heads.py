@@ -274,8 +274,8 @@ def test_every_experiment_runs_on_a_tiny_model_and_text(run, place, experiment):
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(run, place, tmp_path):
-    arguments = place.arguments(80, "evaluation.windows_per_unit=1")
-    killed, num_units = tmp_path / "killed", 80 * 3
+    arguments = place.arguments(120, "evaluation.windows_per_unit=1")
+    killed, num_units = tmp_path / "killed", 120 * 3
     process = subprocess.Popen(
         [sys.executable, program.__file__, *arguments, f"hydra.run.dir={killed}"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
