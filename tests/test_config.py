@@ -291,3 +291,12 @@ def test_a_program_of_its_own_says_one_line_too(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: seed: Value 'x'")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_every_combination_of_all_groups_composes():
+    for combination in product(*map(choices, GROUPS)):
+        needed = [override for choice in combination for override in NEEDED.get(choice, ())]
+        config = validated(*combination, *needed)
+        names = (f"model={config.model.name}", f"dataset={config.dataset.name}")
+        assert combination[:2] == names
