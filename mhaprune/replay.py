@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What replaces a layer's z: anything that broadcasts against `window pos head d_head`.
 LayerBaseline = Callable[[int], Float[Tensor, "..."]]
 
-UNEMBEDDING_CHUNK = 256  # positions whose logits exist at once
+UNEMBEDDING_CHUNK = 512  # positions whose logits exist at once
 
 
 def replay(
@@ -139,7 +139,7 @@ class Unembedding:
         layer = model.get_output_embeddings()
         assert isinstance(layer, nn.Linear)
         self.weight, self.bias = layer.weight, layer.bias
-        self.buffer = self.weight.new_empty(UNEMBEDDING_CHUNK, len(self.weight))
+        self.buffer = self.weight.new_empty(len(self.weight) * UNEMBEDDING_CHUNK)
 
     @torch.no_grad()
     def nats(
@@ -151,13 +151,14 @@ class Unembedding:
         nats = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
         for first in range(0, len(flat), UNEMBEDDING_CHUNK):
             part = slice(first, first + UNEMBEDDING_CHUNK)
-            logits = self.buffer[: len(flat[part])]
-            torch.mm(flat[part], self.weight.T, out=logits)
+            # `vocab pos`: this way round the product is up to 1.4 times as fast on a CPU.
+            logits = self.buffer[: len(self.weight) * len(flat[part])].view(len(self.weight), -1)
+            torch.mm(self.weight, flat[part].T, out=logits)
             if self.bias is not None:
-                logits += self.bias
-            chosen = logits.gather(1, wanted[part, None]).squeeze(1)
-            highest = logits.amax(1)
-            log_sum = logits.sub_(highest[:, None]).exp_().sum(1).log_().add_(highest)
+                logits += self.bias[:, None]
+            chosen = logits.gather(0, wanted[None, part]).squeeze(0)
+            highest = logits.amax(0)
+            log_sum = logits.sub_(highest).exp_().sum(0).log_().add_(highest)
             nats[part] = log_sum - chosen
         rows = scored.nonzero()[:, 0]
         return torch.zeros(len(hidden), dtype=torch.float64, device=flat.device).index_add_(

@@ -5,8 +5,9 @@
 Measures, alternating and in one process group, at GPT-2 small's shape with random weights: our
 replay; a plain Hugging Face hook loop; TransformerLens `run_with_hooks`, in a virtual environment
 of its own (`--transformer-lens PYTHON`, the interpreter of one that has transformer-lens<4, as 4.0
-dropped `HookedTransformer`); and the matrix products alone. Replay gets cheaper with depth, so it is measured on all layers; the loops run the
-whole model for every head, so one head is any head. Writes `docs/benchmarks.md`.
+dropped `HookedTransformer`); and the matrix products alone. Replay gets cheaper with depth, so it
+is measured on all layers; the loops run the whole model for every head, so one head is any head.
+Writes `docs/benchmarks.md`.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def products_of_replay() -> list[tuple[int, int, int, int]]:
         (CONTEXT, D_MODEL, D_MODEL, blocks),
         (CONTEXT, D_MODEL, 4 * D_MODEL, mlps),
         (CONTEXT, 4 * D_MODEL, D_MODEL, mlps),
-        (UNEMBEDDING_CHUNK, D_MODEL, VOCAB, chunks),
+        (VOCAB, D_MODEL, UNEMBEDDING_CHUNK, chunks),
     ]
 
 
