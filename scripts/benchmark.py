@@ -246,6 +246,7 @@ def main() -> None:
     args.rounds = 3 if args.quick else 7
     numbers = measure(args)
     command = "python scripts/benchmark.py" + " --quick" * args.quick
+    command += " --transformer-lens PYTHON" * bool(args.transformer_lens)
     page = report(numbers, command)
     args.out.write_text(page)
     if args.json:
