@@ -22,8 +22,9 @@ from mhaprune.console import (
 )
 from mhaprune.heads import select_heads
 from mhaprune.manifest import hide_private
+from mhaprune.measuring import choose_engine, measure_losses, rows_at_once
 from mhaprune.ranking import rank, write_ranking
-from mhaprune.runs import choose_engine, keep_manifest, measure_losses, num_rows, prepare
+from mhaprune.runs import keep_manifest, prepare
 from mhaprune.tracking import track
 
 
@@ -35,7 +36,9 @@ def rank_heads(config: RankHeadsConfig, directory: Path) -> None:
     shape = head_shape(prepared.loaded.model)
     heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
     say(console, f"Protocol: {prepared.protocol}")
-    say(console, f"Engine: {choose_engine(prepared, config.evaluation)}")
+    engine = choose_engine(prepared, config.evaluation)
+    rows = rows_at_once(prepared, config.evaluation)
+    say(console, f"Engine: {engine}, {rows} windows at once")
     keep_manifest(directory, config, prepared, finished=False)
     with track(
         **plain(config.tracker),
@@ -44,9 +47,11 @@ def rank_heads(config: RankHeadsConfig, directory: Path) -> None:
         directory=directory,
         say=lambda line: say(console, line),
     ) as tracker:
-        with progress(console, f"{len(heads)} heads", num_rows(prepared, heads, config)) as advance:
-            intact, ablated = measure_losses(prepared, heads, config, directory, advance)
-        ranking = rank(prepared, heads, intact, ablated, config.evaluation, config.seed)
+        with progress(console, f"{len(heads)} heads") as advance:
+            losses = measure_losses(
+                prepared, heads, config, directory, advance, lambda line: say(console, line)
+            )
+        ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
         title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
         write_ranking(directory, title, ranking, shape, config.evaluation.tolerance_nats)
         keep_manifest(directory, config, prepared, finished=True)

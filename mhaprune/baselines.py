@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,18 @@ from mhaprune.windows import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Donors:
+    """Calibration windows whose z stands in for a head's: window w's donor is `windows[w % n]`."""
+
+    ids: Int[Tensor, "token"]
+    windows: tuple[Window, ...]
+
+
+# What replaces an ablated head's z: zero, a constant for each head, or the z of donor windows.
+Ablation = Float[Tensor, "layer head d_head"] | Donors | None
 
 
 @torch.no_grad()
@@ -50,3 +63,16 @@ def donor_z(
     with captured_z(model) as captured:
         model.base_model(inputs.to(model.device), use_cache=False)
     return captured[layer]
+
+
+def donor_inputs(donors: Donors, numbers: Sequence[int], length: int) -> Int[Tensor, "window pos"]:
+    """Return the inputs of the donor of each window, cut to the windows' length."""
+    chosen = [donors.windows[number % len(donors.windows)] for number in numbers]
+    shortest = min(window.num_inputs for window in chosen)
+    if shortest < length:
+        raise ValueError(
+            f"resample ablation needs donor windows of at least {length} input tokens, "
+            f"got one of {shortest}; leave the shorter calibration windows out"
+        )
+    inputs, _ = window_batch(donors.ids, chosen)
+    return inputs[:, :length]

@@ -99,9 +99,11 @@ class EvaluationConfig:
     stride: int | None = None
     max_windows: int | None = None
     first_token: str = "scored"
+    sampling: str = "exhaustive"
     engine: str = "auto"
+    matmul: str = "exact"
     calibration_windows: int = 32
-    rows_per_batch: int = 16
+    rows_per_batch: int | None = None
     windows_per_unit: int = 4
     confidence: float = 0.95
     resamples: int = 10_000
@@ -110,11 +112,15 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         one_of("evaluation.first_token", self.first_token, ("scored", "unscored"))
+        one_of("evaluation.sampling", self.sampling, ("exhaustive", "adaptive"))
         one_of("evaluation.engine", self.engine, ("auto", "replay", "gating"))
+        one_of("evaluation.matmul", self.matmul, ("exact", "fast"))
         for key in ("context_length", "stride", "calibration_windows", "rows_per_batch"):
             at_least(f"evaluation.{key}", getattr(self, key), 1)
         at_least("evaluation.windows_per_unit", self.windows_per_unit, 1)
-        at_least("evaluation.max_windows", self.max_windows, 2)
+        at_least(
+            "evaluation.max_windows", self.max_windows, 2 if self.sampling == "exhaustive" else 8
+        )
         at_least("evaluation.resamples", self.resamples, 100)
         if self.stride and self.context_length and self.stride > self.context_length:
             raise ValueError(

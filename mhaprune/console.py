@@ -50,6 +50,10 @@ class EffectRow(Interface):
     def verdict(self) -> str: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def num_windows(self) -> int: ...
+    @property
+    def correlation(self) -> float | None: ...
 
 
 def quiet_third_parties() -> None:
@@ -62,8 +66,8 @@ def quiet_third_parties() -> None:
 
 
 @contextmanager
-def progress(console: Console, description: str, total: int) -> Iterator["Advance"]:
-    """Show a progress bar with the time left; the value yielded is called with what was done."""
+def progress(console: Console, description: str) -> Iterator["Advance"]:
+    """Show a progress bar with the time left; what is yielded is told what was done and is left."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -73,15 +77,21 @@ def progress(console: Console, description: str, total: int) -> Iterator["Advanc
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda amount: bar.advance(task, amount)
+        task = bar.add_task(description, total=None)
+
+        def advance(amount: int, left: int | None = None) -> None:
+            bar.advance(task, amount)
+            if left is not None:
+                bar.update(task, total=bar.tasks[task].completed + left)
+
+        yield advance
 
 
 @runtime_checkable
 class Advance(Interface):
-    """Moves a progress bar on."""
+    """Moves a progress bar on by `amount`; `left`, if given, is how much is still to come."""
 
-    def __call__(self, amount: int) -> None: ...
+    def __call__(self, amount: int, left: int | None = None) -> None: ...
 
 
 def say(console: Console, line: str) -> None:
@@ -124,12 +134,14 @@ def print_ranking(
 def _print_heads(
     console: Console, title: str, rows: Sequence[EffectRow], confidence: float
 ) -> None:
+    adaptive = any(row.correlation is not None for row in rows)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("rank", justify="right")
     table.add_column("head")
     table.add_column("nats/token", justify="right")
     table.add_column(f"{100 * confidence:g}% interval", justify="right")
-    table.add_column("perplexity", justify="right")
+    for name in ("windows", "corr.") if adaptive else ("perplexity",):
+        table.add_column(name, justify="right")
     table.add_column("verdict")
     for row in rows:
         table.add_row(
@@ -137,11 +149,18 @@ def _print_heads(
             f"L{row.layer}H{row.head}",
             f"{row.effect_nats:+.4f}",
             f"[{row.ci_low:+.4f}, {row.ci_high:+.4f}]".replace("[", r"\["),
-            f"{row.delta_ppl:+.3f}",
+            *_measured_cells(row),
             f"[{VERDICT_STYLES[row.verdict]}]{row.verdict}[/]",
         )
     console.print(table)
     console.print()
+
+
+def _measured_cells(row: EffectRow) -> list[str]:
+    """Windows and correlation of a head that was measured adaptively, else its perplexity."""
+    if row.correlation is None:
+        return [f"{row.delta_ppl:+.3f}"]
+    return [str(row.num_windows), f"{row.correlation:.2f}"]
 
 
 def print_files(console: Console, directory: Path) -> None:

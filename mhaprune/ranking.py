@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Int
 
 from mhaprune.architectures import HeadShape
 from mhaprune.config import EvaluationConfig
+from mhaprune.control_variates import Regression, regression_effects
 from mhaprune.heads import Head
+from mhaprune.measuring import Losses
 from mhaprune.report import effect_grid, effect_heatmap, save_png
 from mhaprune.results import HeadEffect, write_effects, write_json
 from mhaprune.runs import Prepared
@@ -26,26 +28,26 @@ class Ranking:
 
 
 def rank(
-    prepared: Prepared,
-    heads: Sequence[Head],
-    intact_nats: Float[np.ndarray, "window"],
-    ablated_nats: Float[np.ndarray, "head window"],
-    config: EvaluationConfig,
-    seed: int,
+    prepared: Prepared, heads: Sequence[Head], losses: Losses, config: EvaluationConfig, seed: int
 ) -> Ranking:
     """Compare the losses of each head's ablation with the intact ones, window by window."""
-    effects = paired_effects(
-        intact_nats,
-        ablated_nats,
-        prepared.num_tokens,
-        prepared.blocks,
-        confidence=config.confidence,
-        num_resamples=config.resamples,
-        seed=seed,
-    )
+    intact, ablated, predicted = losses.intact_nats, losses.ablated_nats, losses.predicted_nats
+    sample = prepared.num_tokens, prepared.blocks
+    regression = None
+    if predicted is None:
+        effects = paired_effects(
+            *(intact, ablated, *sample),
+            confidence=config.confidence,
+            num_resamples=config.resamples,
+            seed=seed,
+        )
+    else:
+        effects, regression = regression_effects(
+            *(intact, ablated, predicted, *sample), confidence=config.confidence
+        )
     verdict_of = verdicts(effects, config.tolerance_nats, config.critical_nats)
-    rows = head_effects(heads, effects, verdict_of, len(intact_nats))
-    loss = prepared.loss(intact_nats)
+    measured = np.isfinite(ablated).sum(1)
+    loss = prepared.loss(intact)
     counts = Counter(verdict_of)
     summary = {
         "baseline/nats_per_token": loss.nats_per_token,
@@ -55,14 +57,21 @@ def rank(
         "baseline/bits_per_byte": loss.bits_per_byte,
         "heads/num_measured": len(heads),
         **{f"heads/num_{verdict}": counts[verdict] for verdict in VERDICTS},
+        "heads/share_of_windows": float(measured.mean() / len(intact)),
         "intervals/method": effects.method,
         "intervals/confidence": config.confidence,
     }
-    return Ranking(tuple(rows), summary)
+    if losses.matmul_error_nats is not None:
+        summary["matmul/error_nats"] = losses.matmul_error_nats
+    return Ranking(tuple(head_effects(heads, effects, verdict_of, measured, regression)), summary)
 
 
 def head_effects(
-    heads: Sequence[Head], effects: Effects, verdict_of: Sequence[str], num_windows: int
+    heads: Sequence[Head],
+    effects: Effects,
+    verdict_of: Sequence[str],
+    num_windows: Int[np.ndarray, "head"],
+    regression: Regression | None = None,
 ) -> list[HeadEffect]:
     """Return one row for each head, most important first."""
     rank_of = ranking(effects.effect_nats)
@@ -80,7 +89,9 @@ def head_effects(
             delta_ppl_low=float(effects.delta_ppl_low[n]),
             delta_ppl_high=float(effects.delta_ppl_high[n]),
             standard_error=float(effects.standard_error[n]),
-            num_windows=num_windows,
+            num_windows=int(num_windows[n]),
+            correlation=float(regression.correlation[n]) if regression else None,
+            variance_reduction=float(regression.variance_reduction[n]) if regression else None,
         )
         for n, head in enumerate(heads)
     ]

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 # What replaces a layer's z: anything that broadcasts against `window pos head d_head`.
 LayerBaseline = Callable[[int], Float[Tensor, "..."]]
 
-UNEMBEDDING_CHUNK = 512  # positions whose logits exist at once
-
 
 def replay(
     model: "PreTrainedModel",
@@ -133,13 +131,19 @@ class Roll:
 
 
 class Unembedding:
-    """Losses from final hidden states, a few positions' logits at a time, in one buffer."""
+    """Losses from final hidden states, without ever holding all of a position's logits.
+
+    The vocabulary is cut into tiles so small that a tile's logits, for some positions, stay in the
+    processor's cache while their exponentials are summed.
+    """
 
     def __init__(self, model: "PreTrainedModel") -> None:
         layer = model.get_output_embeddings()
         assert isinstance(layer, nn.Linear)
         self.weight, self.bias = layer.weight, layer.bias
-        self.buffer = self.weight.new_empty(len(self.weight) * UNEMBEDDING_CHUNK)
+        on_cpu = self.weight.device.type == "cpu"
+        self.num_positions, self.tile = (512, 1024) if on_cpu else (4096, 16_384)
+        self.buffer = self.weight.new_empty(self.num_positions * self.tile)
 
     @torch.no_grad()
     def nats(
@@ -147,23 +151,36 @@ class Unembedding:
     ) -> Float[Tensor, "row"]:
         """Return each row's loss summed over its scored positions, in float64."""
         scored = targets != IGNORED
-        flat, wanted = hidden[scored], targets[scored]
-        nats = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
-        for first in range(0, len(flat), UNEMBEDDING_CHUNK):
-            part = slice(first, first + UNEMBEDDING_CHUNK)
-            # `vocab pos`: this way round the product is up to 1.4 times as fast on a CPU.
-            logits = self.buffer[: len(self.weight) * len(flat[part])].view(len(self.weight), -1)
-            torch.mm(self.weight, flat[part].T, out=logits)
+        nats = [
+            self._log_partition(some) - self._logits_of(some, wanted)
+            for some, wanted in zip(
+                hidden[scored].split(self.num_positions),
+                targets[scored].split(self.num_positions),
+                strict=True,
+            )
+        ]
+        rows, totals = scored.nonzero()[:, 0], torch.zeros(len(hidden), dtype=torch.float64)
+        return totals.to(hidden.device).index_add_(0, rows, torch.cat(nats))
+
+    def _log_partition(self, hidden: Float[Tensor, "scored d_model"]) -> Float[Tensor, "scored"]:
+        """Return log sum exp of each position's logits in float64."""
+        parts = []
+        for first in range(0, len(self.weight), self.tile):
+            some = slice(first, first + self.tile)
+            weight = self.weight[some]
+            logits = self.buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+            torch.mm(hidden, weight.T, out=logits)
             if self.bias is not None:
-                logits += self.bias[:, None]
-            chosen = logits.gather(0, wanted[None, part]).squeeze(0)
-            highest = logits.amax(0)
-            log_sum = logits.sub_(highest).exp_().sum(0).log_().add_(highest)
-            nats[part] = log_sum - chosen
-        rows = scored.nonzero()[:, 0]
-        return torch.zeros(len(hidden), dtype=torch.float64, device=flat.device).index_add_(
-            0, rows, nats
-        )
+                logits += self.bias[some]
+            highest = logits.amax(1, keepdim=True)
+            parts.append(logits.sub_(highest).exp_().sum(1).log_() + highest[:, 0])
+        return torch.stack(parts).double().logsumexp(0)
+
+    def _logits_of(
+        self, hidden: Float[Tensor, "scored d_model"], tokens: Int[Tensor, "scored"]
+    ) -> Float[Tensor, "scored"]:
+        logits = (hidden * self.weight[tokens]).sum(1)
+        return (logits if self.bias is None else logits + self.bias[tokens]).double()
 
 
 def repeat_rows(arguments: dict[str, Any], num_rows: int, times: int) -> dict[str, Any]:

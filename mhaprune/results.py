@@ -51,7 +51,9 @@ class HeadEffect:
     """What one head is worth: a row of effects.csv, whose columns are these fields in this order.
 
     Effect and interval in nats/token, positive when the head was useful; `delta_ppl` in perplexity;
-    `rank` counts from 1, most important first. Raises ValueError on NaN and infinity.
+    `rank` counts from 1, most important first. `correlation` and `variance_reduction` say what the
+    control variate did for a head that was measured adaptively (`control_variates.Regression`);
+    else they are None, and empty in the file. Raises ValueError on NaN and infinity.
     """
 
     layer: int
@@ -67,16 +69,25 @@ class HeadEffect:
     delta_ppl_high: float
     standard_error: float
     num_windows: int
+    correlation: float | None = None
+    variance_reduction: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, str) and not math.isfinite(value):
+            if isinstance(value, int | float) and not math.isfinite(value):
                 raise ValueError(
                     f"L{self.layer}H{self.head}: expected a finite {name}, got {value}"
                 )
 
 
-_COLUMNS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(HeadEffect)}
+def _optional(cell: str) -> float | None:
+    return float(cell) if cell else None
+
+
+_COLUMNS: dict[str, Any] = {
+    field.name: _optional if field.type == float | None else field.type
+    for field in dataclasses.fields(HeadEffect)
+}
 
 
 def write_effects(path: Path, rows: Sequence[HeadEffect]) -> None:

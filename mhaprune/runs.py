@@ -5,7 +5,6 @@ The glue between the edge modules, used by `experiments/` only.
 
 import json
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,17 +14,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from mhaprune.architectures import can_replay
-from mhaprune.baselines import mean_z
 from mhaprune.config import DatasetConfig, EvaluationConfig, RankHeadsConfig, plain
 from mhaprune.gating import check_gating
-from mhaprune.heads import Head
 from mhaprune.load import LoadedModel, load_hub_text, load_model, load_text_file, max_context
 from mhaprune.manifest import manifest
 from mhaprune.perplexity import Protocol, TokenLoss
 from mhaprune.results import write_json
-from mhaprune.scores.leave_one_out import Ablation, Donors, Unit, measure, plan
-from mhaprune.store import Measurement, MeasurementStore, context_key
 from mhaprune.stories import CALIBRATION_SEED, EVALUATION_SEED, story_texts
 from mhaprune.text import Text, Tokens, check_disjoint, split_calibration, tokenize
 from mhaprune.windows import Window, make_windows
@@ -165,112 +159,6 @@ def full_windows(calibration: Tokens, length: int) -> tuple[Window, ...]:
     except ValueError as error:
         raise ValueError(f"calibration text: {error}") from None
     return tuple(window for window in windows if window.num_scored == length)
-
-
-def prepare_ablation(prepared: Prepared, kind: str, rows_per_batch: int, seed: int) -> Ablation:
-    """Return what replaces an ablated head's z: nothing, its calibration mean, or donor windows."""
-    windows = prepared.calibration_windows
-    match kind:
-        case "zero":
-            return None
-        case "mean":
-            model, ids = prepared.loaded.model, prepared.calibration.ids
-            return mean_z(model, ids, windows, rows_per_batch)
-        case "resample":
-            order = np.random.default_rng(seed).permutation(len(windows))
-            return Donors(prepared.calibration.ids, tuple(windows[index] for index in order))
-    raise ValueError(f"ablation {kind!r} is not one of zero, mean, resample")
-
-
-def choose_engine(prepared: Prepared, config: EvaluationConfig) -> Literal["replay", "gating"]:
-    """Return how heads are ablated; ValueError where replay is asked for and does not apply."""
-    model = prepared.loaded.model
-    if config.engine == "replay" and not can_replay(model):
-        raise ValueError(
-            f"evaluation.engine=replay does not know {model.config.model_type} models; use auto"
-        )
-    return "gating" if config.engine == "gating" or not can_replay(model) else "replay"
-
-
-def measure_losses(
-    prepared: Prepared,
-    heads: Sequence[Head],
-    config: RankHeadsConfig,
-    directory: Path,
-    advance: Callable[[int], object],
-) -> tuple[Float[np.ndarray, "window"], Float[np.ndarray, "head window"]]:
-    """Measure the intact loss and each head's ablated loss, in total nats per window.
-
-    What `measurements.jsonl` already holds is not measured again; what is new is appended to it at
-    once. `advance` is called with the rows (windows through the model) that have been done.
-    """
-    evaluation, kind = config.evaluation, config.ablation.kind
-    key = measurement_context(prepared, config)
-    units = plan(heads, len(prepared.windows), evaluation.windows_per_unit)
-    with MeasurementStore(directory / "measurements.jsonl") as store:
-        known = store.completed(key)
-        missing = [unit for unit in units if stored_unit(kind, unit) not in known]
-        advance(sum(unit.num_rows for unit in units) - sum(unit.num_rows for unit in missing))
-        ablation = prepare_ablation(prepared, kind, evaluation.rows_per_batch, config.seed)
-        model, ids, windows = prepared.loaded.model, prepared.tokens.ids, prepared.windows
-        engine = choose_engine(prepared, evaluation)
-        for unit, nats in measure(
-            model, ids, windows, missing, ablation, evaluation.rows_per_batch, engine
-        ):
-            rows = tuple(tuple(row) for row in nats.tolist())
-            record = Measurement(key, kind, unit.layer, unit.heads, unit.windows, rows)
-            store.append(record)
-            known[record.unit] = record
-            advance(unit.num_rows)
-    return assemble(known, units, kind, heads, len(windows))
-
-
-def num_rows(prepared: Prepared, heads: Sequence[Head], config: RankHeadsConfig) -> int:
-    """Return how many windows go through the model when these heads are measured."""
-    units = plan(heads, len(prepared.windows), config.evaluation.windows_per_unit)
-    return sum(unit.num_rows for unit in units)
-
-
-def stored_unit(kind: str, unit: Unit) -> tuple:
-    """A unit as the store names it."""
-    return kind, unit.layer, unit.heads, unit.windows
-
-
-def assemble(
-    known: dict[tuple, Measurement],
-    units: Sequence[Unit],
-    kind: str,
-    heads: Sequence[Head],
-    num_windows: int,
-) -> tuple[Float[np.ndarray, "window"], Float[np.ndarray, "head window"]]:
-    """Arrange the measured units by head and window."""
-    intact = np.full(num_windows, np.nan)
-    ablated = np.full((len(heads), num_windows), np.nan)
-    row_of = {head: row for row, head in enumerate(heads)}
-    for unit in units:
-        nats = np.array(known[stored_unit(kind, unit)].total_nats)
-        if unit.layer is None:
-            intact[list(unit.windows)] = nats[0]
-            continue
-        rows = [row_of[Head(unit.layer, head)] for head in unit.heads]
-        ablated[np.ix_(rows, unit.windows)] = nats
-    assert np.isfinite(intact).all() and np.isfinite(ablated).all()
-    return intact, ablated
-
-
-def measurement_context(prepared: Prepared, config: RankHeadsConfig) -> str:
-    """Name what the measurements depend on besides ablation, head and window."""
-    calibrated = config.ablation.kind != "zero"
-    return context_key(
-        weights_hash=prepared.loaded.weights_hash,
-        protocol=asdict(prepared.protocol)
-        | {"num_windows": None, "num_scored": None, "text": None},
-        calibration=[prepared.calibration.hash, len(prepared.calibration_windows)] * calibrated,
-        seed=config.seed if config.ablation.kind == "resample" else None,
-        engine=choose_engine(prepared, config.evaluation),
-        dtype=config.model.dtype,
-        device=prepared.loaded.model.device.type,
-    )
 
 
 def keep_manifest(

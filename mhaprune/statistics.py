@@ -80,11 +80,12 @@ def paired_effects(
     """
     _check(intact_nats, ablated_nats, confidence, num_resamples)
     assert len(ablated_nats) > 0 and num_tokens.min() > 0
-    units, method = _sampling_units(blocks)
+    units, over = sampling_units(blocks)
     sample = _sum_blocks(intact_nats, ablated_nats - intact_nats, num_tokens, units)
     num_blocks, num_heads = len(sample.num_tokens), len(ablated_nats)
     errors = _standard_errors(sample)
-    if num_blocks < MIN_BOOTSTRAP_BLOCKS:
+    few = num_blocks < MIN_BOOTSTRAP_BLOCKS
+    if few:
         tails, reach = _student_t(num_blocks, num_heads, confidence)
     else:
         counts = _resample_counts(num_blocks, num_resamples, seed)
@@ -108,7 +109,7 @@ def paired_effects(
         delta_ppl_low=low[2],
         delta_ppl_high=high[2],
         num_blocks=num_blocks,
-        method=method,
+        method=f"{'Student t' if few else 'bootstrap-t'} over {over}",
         confidence=confidence,
     )
 
@@ -185,16 +186,15 @@ def _check(
         )
 
 
-def _sampling_units(
+def sampling_units(
     blocks: Int[np.ndarray, "window"],
 ) -> tuple[Int[np.ndarray, "window"], str]:
-    """The unit each window belongs to, and the method in words."""
+    """The unit of sampling that each window belongs to, and in words how many units there are."""
     num_windows, num_blocks = len(blocks), len(np.unique(blocks))
     if num_blocks >= MIN_BOOTSTRAP_BLOCKS:
-        return blocks, f"bootstrap-t over {num_blocks} blocks"
-    family = "bootstrap-t" if num_windows >= MIN_BOOTSTRAP_BLOCKS else "Student t"
+        return blocks, f"{num_blocks} blocks"
     too_few = f", taken as independent (blocks: {num_blocks})" if num_blocks < num_windows else ""
-    return np.arange(num_windows), f"{family} over {num_windows} windows{too_few}"
+    return np.arange(num_windows), f"{num_windows} windows{too_few}"
 
 
 def _sum_blocks(

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from itertools import cycle, product
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import pytest
@@ -32,10 +32,13 @@ def choices(group: str) -> list[str]:
 
 
 ALL_CHOICES = [choice for group in GROUPS for choice in choices(group)]
-OTHER_GROUPS = cycle(product(*map(choices, GROUPS[2:])))
+PAIRS = list(product(*map(choices, GROUPS[:2])))
+OTHER_GROUPS = list(product(*map(choices, GROUPS[2:])))
 COMBINATIONS = [
     (*pair, *others)
-    for pair, others in zip(product(*map(choices, GROUPS[:2])), OTHER_GROUPS, strict=False)
+    for pair, others in islice(
+        zip(cycle(PAIRS), cycle(OTHER_GROUPS), strict=True), max(len(PAIRS), len(OTHER_GROUPS))
+    )
 ]
 """Every model with every dataset; meanwhile each combination of the other groups at least once."""
 
@@ -77,8 +80,8 @@ def test_what_a_file_says_is_what_a_program_gets(choice):
 
 
 def test_the_combinations_cover_the_groups_that_are_not_paired():
-    num_others = len(list(product(*map(choices, GROUPS[2:]))))
-    assert len({combination[2:] for combination in COMBINATIONS}) == num_others
+    assert {combination[:2] for combination in COMBINATIONS} == set(PAIRS)
+    assert {combination[2:] for combination in COMBINATIONS} == set(OTHER_GROUPS)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=",".join)
@@ -109,6 +112,7 @@ def test_the_options_of_all_groups_go_together(combination):
         ("dataset.calibration_fraction=1", "calibration_fraction=1.0 must lie between 0 and 1"),
         ("evaluation.first_token=x", "evaluation.first_token=x is not one of scored, unscored"),
         ("evaluation.max_windows=1", "evaluation.max_windows=1 must be at least 2"),
+        ("evaluation.sampling=x", "evaluation.sampling=x is not one of exhaustive, adaptive"),
         ("evaluation.context_length=0", "evaluation.context_length=0 must be at least 1"),
         ("evaluation.stride=0", "evaluation.stride=0 must be at least 1"),
         ("evaluation.calibration_windows=0", "calibration_windows=0 must be at least 1"),
@@ -136,6 +140,14 @@ def test_a_stride_above_the_context_is_refused_and_one_equal_to_it_is_not():
     with pytest.raises(ValueError, match=r"stride=9 is above evaluation.context_length=8; tokens"):
         validated(context, "evaluation.stride=9")
     assert validated(context, "evaluation.stride=8").evaluation.stride == 8
+
+
+def test_adaptive_sampling_takes_the_whole_text_or_at_least_8_windows():
+    adaptive = validated("evaluation=adaptive").evaluation
+    assert (adaptive.sampling, adaptive.max_windows) == ("adaptive", None)
+    with pytest.raises(ValueError, match=r"^evaluation.max_windows=7 must be at least 8$"):
+        validated("evaluation=adaptive", "evaluation.max_windows=7")
+    assert validated("evaluation=adaptive", "evaluation.max_windows=8").evaluation.max_windows == 8
 
 
 def test_several_missing_values_are_named_together():

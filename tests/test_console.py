@@ -1,6 +1,6 @@
 """The ranking in the terminal says what was measured, in lines that fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
@@ -18,6 +18,8 @@ class Row:
     ci_low: float = -0.25
     ci_high: float = 0.125
     delta_ppl: float = 1.5
+    num_windows: int = 64
+    correlation: float | None = None
 
 
 CRITICAL = Row(11, 10, 9.87654, "critical", 1, 9.12345, 12.34567, 1234567.8926)
@@ -112,11 +114,43 @@ def test_a_line_is_said_as_it_is():
 
 def test_progress_adds_up_what_was_done():
     console = Console(width=80, force_terminal=True)
-    with console.capture() as capture, progress(console, "4 heads", total=4) as advance:
+    with console.capture() as capture, progress(console, "4 heads") as advance:
+        advance(0, 4)
         advance(1)
         advance(2)
     assert "4 heads" in capture.get()
     assert " 75%" in capture.get()
+
+
+@pytest.mark.parametrize(("left", "shown"), [(1, " 80%"), (4, " 50%"), (0, "100%")])
+def test_progress_is_told_anew_how_much_is_left(left, shown):
+    console = Console(width=80, force_terminal=True)
+    with console.capture() as capture, progress(console, "4 heads") as advance:
+        advance(1, 9)
+        advance(3, left)
+    assert capture.get().count(shown) >= 1
+    assert " 40%" not in capture.get()
+
+
+ADAPTIVE = [replace(row, correlation=-0.876, num_windows=1234) for row in ROWS]
+
+
+def test_of_heads_measured_adaptively_windows_and_correlation_are_shown_instead():
+    lines = printed(ADAPTIVE)
+    header = "rank head nats/token 95% interval windows corr. verdict".split()
+    assert lines[1].split() == header
+    assert lines[2].split() == [
+        *("1", "L11H10", "+9.8765"),
+        *("[+9.1235,", "+12.3457]"),
+        *("1234", "-0.88", "critical"),
+    ]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == len(printed(ROWS))
+
+
+def test_a_correlation_of_zero_is_a_correlation():
+    lines = printed([replace(CRITICAL, correlation=0.0)])
+    assert lines[2].split()[-3:] == ["64", "0.00", "critical"]
 
 
 def test_the_files_of_a_run_are_named(tmp_path):

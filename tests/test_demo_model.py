@@ -22,9 +22,10 @@ from mhaprune.config import (
 )
 from mhaprune.heads import select_heads
 from mhaprune.load import DEMO_MODEL_DIR, LoadedModel, load_model, max_context
+from mhaprune.measuring import measure_losses
 from mhaprune.patterns import induction_score, previous_token_score, repeated_random_tokens
 from mhaprune.ranking import rank
-from mhaprune.runs import measure_losses, prepare
+from mhaprune.runs import prepare
 from mhaprune.stories import CALIBRATION_SEED, EVALUATION_SEED, Story, stories
 from scripts.train_demo_model import LAST_PHASE, PHASES, TOKENIZER_SEED
 
@@ -123,8 +124,8 @@ def test_it_has_critical_and_redundant_heads(tmp_path: Path):
         TrackerConfig("none"),
     )
     prepared, heads = prepare(config), select_heads(["L*H*"], 4, 8)
-    losses = measure_losses(prepared, heads, config, tmp_path, lambda num_rows: None)
-    ranking = rank(prepared, heads, *losses, config.evaluation, config.seed)
+    losses = measure_losses(prepared, heads, config, tmp_path, lambda amount, left=None: None)
+    ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
     counts = Counter(row.verdict for row in ranking.rows)
     assert counts["critical"] >= 3
     assert counts["redundant"] >= 8

@@ -14,8 +14,9 @@ from torch import Tensor
 from mhaprune import load
 from mhaprune.config import CONF_DIR, RankHeadsConfig, plain, validate
 from mhaprune.load import LoadedModel, load_model
+from mhaprune.measuring import measure_losses
 from mhaprune.patterns import previous_token_score
-from mhaprune.runs import Prepared, measure_losses, prepare
+from mhaprune.runs import Prepared, prepare
 
 PROGRAM = Path(__file__).parents[1] / "experiments" / "rank_heads.py"
 SENTENCE = "The cat sat on the mat because it was tired"
@@ -71,8 +72,8 @@ def test_wikitext2_has_its_287644_tokens_and_gpt2_its_perplexity_of_29_94(
     config, prepared, tmp_path
 ):
     assert len(prepared.tokens.ids) == 287_644
-    intact_nats, _ = measure_losses(prepared, [], config, tmp_path, lambda num_rows: None)
-    loss = prepared.loss(intact_nats)
+    losses = measure_losses(prepared, [], config, tmp_path, lambda amount, left=None: None)
+    loss = prepared.loss(losses.intact_nats)
     assert loss.num_tokens == 287_363  # 281 windows leave their first token out
     assert loss.perplexity == pytest.approx(29.94, abs=0.01)
 

@@ -10,15 +10,15 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (
     # 0: plain numbers
-    "heads windows statistics",
+    "heads windows statistics control_variates",
     # 1: torch
     "architectures attention baselines gating patterns perplexity replay text",
     # 2: what answers a question about heads
     "scores pruning",
     # 3: the edges; they do not know each other
-    "config console load manifest report results store stories tracking",
+    "config console load machine manifest report results store stories tracking",
     # 4: what ties the edges together
-    "cli ranking runs",
+    "cli measuring ranking runs",
 )
 EDGES = 3
 KNOWN_ONLY_BY = {

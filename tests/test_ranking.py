@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from scipy import stats
-from tiny import tiny_gpt2, tiny_tokenizer
+from tiny import make_tokens, tiny_gpt2, tiny_tokenizer
 
 from mhaprune import ranking as ranking_module
 from mhaprune.architectures import head_shape
 from mhaprune.config import EvaluationConfig
 from mhaprune.heads import Head
 from mhaprune.load import LoadedModel
+from mhaprune.measuring import Losses
 from mhaprune.perplexity import Protocol
 from mhaprune.ranking import Ranking, rank, write_ranking
 from mhaprune.results import HeadEffect, read_effects
@@ -54,7 +56,7 @@ def ranked(prepared: Prepared) -> Ranking:
 
 def rank_heads_of(prepared: Prepared, heads: list[Head]) -> Ranking:
     ablated = np.array([ABLATED_NATS[head] for head in heads])
-    return rank(prepared, heads, INTACT_NATS, ablated, EvaluationConfig(), seed=0)
+    return rank(prepared, heads, Losses(INTACT_NATS, ablated), EvaluationConfig(), seed=0)
 
 
 def row_of(ranked: Ranking, head: Head) -> HeadEffect:
@@ -87,6 +89,7 @@ def test_a_row_has_the_interval_of_its_head(ranked):
     assert row.standard_error == pytest.approx(0.5)
     assert (row.ci_low, row.ci_high) == pytest.approx((0.5 - reach, 0.5 + reach))
     assert row.num_windows == 2
+    assert (row.correlation, row.variance_reduction) == (None, None)
 
 
 def test_a_row_has_the_perplexity_that_its_head_s_ablation_leads_to(ranked):
@@ -114,9 +117,50 @@ def test_the_summary_has_the_intact_loss_and_counts_the_verdicts(ranked):
         "heads/num_redundant": 2,
         "heads/num_harmful": 1,
         "heads/num_undetermined": 1,
+        "heads/share_of_windows": 1.0,
         "intervals/method": "Student t over 2 windows",
         "intervals/confidence": 0.95,
     }
+
+
+PREDICTED_WINDOWS = 16
+
+
+@pytest.fixture(scope="module")
+def ranked_adaptively(prepared: Prepared) -> Ranking:
+    """Head 0 is measured on 12 of 16 windows and head 1 on all; predictions are 3/4 and 1/2."""
+    tokens = make_tokens(4 * PREDICTED_WINDOWS + 1)
+    windows = tuple(Window(4 * n, 4 * n + 5, 4 * n + 1) for n in range(PREDICTED_WINDOWS))
+    many = replace(prepared, tokens=tokens, windows=windows)
+    number = np.arange(PREDICTED_WINDOWS)
+    intact, effects = 4.0 + number % 3, np.stack([0.25 * number, 1.0 + number % 2])
+    ablated = intact + effects
+    ablated[0, 12:] = np.nan
+    predicted = np.stack([0.75 * effects[0], 0.5 * effects[1]])
+    heads, losses = [Head(0, 1), Head(1, 2)], Losses(intact, ablated, predicted)
+    return rank(many, heads, losses, EvaluationConfig(sampling="adaptive"), seed=0)
+
+
+def test_with_predictions_effects_are_those_of_the_control_variate(ranked_adaptively):
+    """Predictions in proportion to the effects give the mean over all windows: 7.5/16, 1.5/4."""
+    first, second = ranked_adaptively.rows
+    assert (first.layer, first.head, second.layer, second.head) == (0, 1, 1, 2)
+    assert first.effect_nats == pytest.approx(0.25 * 7.5 / 4)
+    assert second.effect_nats == pytest.approx(1.5 / 4)
+    assert (first.num_windows, second.num_windows) == (12, 16)
+    assert (first.correlation, second.correlation) == pytest.approx((1, 1))
+    # Squared deviations: 143 of 12 windows, 340 of 16. Once all are measured there is no gain.
+    assert first.variance_reduction == pytest.approx((143 / 12**2) / (340 / 16**2))
+    assert second.variance_reduction == pytest.approx(1)
+    assert ranked_adaptively.summary["heads/share_of_windows"] == pytest.approx(28 / 32)
+    assert ranked_adaptively.summary["intervals/method"] == (
+        "control variates, Student t over 16 blocks"
+    )
+
+
+def test_an_adaptive_ranking_is_read_back_as_it_was_written(ranked_adaptively, tmp_path):
+    write_ranking(tmp_path, "a title", ranked_adaptively, SHAPE, tolerance_nats=0.01)
+    assert read_effects(tmp_path / "effects.csv") == list(ranked_adaptively.rows)
 
 
 def test_the_files_hold_what_was_ranked(ranked, tmp_path):

@@ -26,7 +26,7 @@ def demo():
 
 def largest_difference(model, ids, windows, heads, ablation, windows_per_unit, rows_per_batch):
     """Largest difference between both engines in nats per token, over heads and windows."""
-    units = plan(heads, len(windows), windows_per_unit)
+    units = plan(heads, range(len(windows)), windows_per_unit)
     replayed, gated = (
         dict(measure(model, ids, windows, units, ablation, rows_per_batch, engine))
         for engine in ("replay", "gating")
@@ -109,14 +109,15 @@ def test_blocks_add_up_as_replay_assumes(model_type):
     assert torch.equal(captured[0], z)
 
 
-def test_unembedding_is_the_loss_of_the_whole_logits_in_chunks(monkeypatch):
-    monkeypatch.setattr("mhaprune.replay.UNEMBEDDING_CHUNK", 3)
+def test_unembedding_in_tiles_is_the_loss_of_the_whole_logits():
     model = tiny_model("gpt2").float()
     ids = torch.randint(0, 60, (41,), generator=torch.Generator().manual_seed(1))
     inputs, targets = window_batch(ids, make_windows(41, 20, 7))
     assert (targets == IGNORED).any()
     logits = model(inputs, use_cache=False).logits
-    nats = Unembedding(model).nats(Roll(model, inputs).final, targets)
+    unembedding = Unembedding(model)
+    unembedding.num_positions, unembedding.tile = 3, 7
+    nats = unembedding.nats(Roll(model, inputs).final, targets)
     torch.testing.assert_close(nats, target_nats(logits, targets), rtol=0, atol=1e-4)
     torch.testing.assert_close(nats, row_nats(model, inputs, targets), rtol=0, atol=1e-4)
 

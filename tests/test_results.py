@@ -95,12 +95,16 @@ def test_json_refuses_what_is_not_a_number_and_keeps_the_old_file(
 def test_effects_csv_has_these_bytes(tmp_path: Path) -> None:
     path = tmp_path / "effects.csv"
     second = replace(EFFECT, layer=0, head=1, rank=2, verdict="redundant", effect_nats=-0.0)
+    second = replace(second, correlation=0.75, variance_reduction=12.5)
     write_effects(path, [second, EFFECT])
     assert path.read_bytes() == (
         b"layer,head,effect_nats,ci_low,ci_high,ppl_ablated,delta_ppl,verdict,rank,"
-        b"delta_ppl_low,delta_ppl_high,standard_error,num_windows\n"
-        b"4,11,0.30000000000000004,0.25,0.3333333333333333,31.5,1.5,critical,1,1.25,1.75,1e-17,64\n"
-        b"0,1,-0.0,0.25,0.3333333333333333,31.5,1.5,redundant,2,1.25,1.75,1e-17,64\n"
+        b"delta_ppl_low,delta_ppl_high,standard_error,num_windows,"
+        b"correlation,variance_reduction\n"
+        b"4,11,0.30000000000000004,0.25,0.3333333333333333,31.5,1.5,critical,1,"
+        b"1.25,1.75,1e-17,64,,\n"
+        b"0,1,-0.0,0.25,0.3333333333333333,31.5,1.5,redundant,2,"
+        b"1.25,1.75,1e-17,64,0.75,12.5\n"
     )
     assert read_effects(path) == [EFFECT, second]
 
@@ -114,7 +118,14 @@ def test_effects_read_back_exactly_and_their_order_does_not_change_the_bytes(
 ) -> None:
     path = tmp_path_factory.mktemp("effects") / "effects.csv"
     rows = [
-        replace(EFFECT, effect_nats=effect, standard_error=error, head=head, rank=rank)
+        replace(
+            EFFECT,
+            effect_nats=effect,
+            standard_error=error,
+            head=head,
+            rank=rank,
+            correlation=effect if head % 2 else None,
+        )
         for rank, (effect, error, head) in enumerate(numbers, start=1)
     ]
     write_effects(path, rows)
@@ -136,7 +147,9 @@ def test_an_effect_that_is_not_finite_is_refused() -> None:
         ("layer,head", "head,layer", "effects.csv: expected the columns layer,head,effect_nats"),
         ("0.25", "nan", "line 2: L4H11: expected a finite ci_low, got nan"),
         ("0.25", "a quarter", "line 2: could not convert string to float"),
-        (",64", "", "line 2: .*shorter"),
+        (",64,,", "", "line 2: .*shorter"),
+        (",64,,", ",64,nan,", "line 2: L4H11: expected a finite correlation, got nan"),
+        (",64,,", ",,,", "line 2: invalid literal for int"),
     ],
 )
 def test_a_damaged_effects_csv_is_refused_by_line(

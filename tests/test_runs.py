@@ -1,7 +1,6 @@
-"""A run loads what it is told to, measures nothing twice, and knows what its numbers depend on."""
+"""A run loads what it is told to, cuts it into windows, and says what it was."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -9,75 +8,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from micro import numpy_gpt2, tiny_model, without_heads
-from tiny import tiny_gpt2, tiny_tokenizer
+from tiny import make_config, make_place, make_tokens, other_calibration, other_weights
 
 from mhaprune import runs
-from mhaprune.config import (
-    AblationConfig,
-    DatasetConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RankHeadsConfig,
-    TrackerConfig,
-    plain,
-)
-from mhaprune.heads import Head, select_heads
-from mhaprune.perplexity import row_nats, window_batch
+from mhaprune.config import DatasetConfig, EvaluationConfig, plain
 from mhaprune.runs import (
     Prepared,
-    choose_engine,
     cut_windows,
     full_windows,
     keep_manifest,
     load_texts,
-    measure_losses,
-    measurement_context,
-    num_rows,
     prepare,
-    prepare_ablation,
     window_sizes,
 )
-from mhaprune.scores.leave_one_out import Donors, Unit
 from mhaprune.stories import CALIBRATION_SEED, EVALUATION_SEED, story_texts
 from mhaprune.text import Text, Tokens
 from mhaprune.windows import Window
 
-ALL_HEADS = select_heads(["L*H*"], 2, 4)
-ROW_NATS = 1e-4  # rounding of a window's loss (some 90 nats) between batches of another size
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tiny model and 20 stories, one a line."""
-    directory = tmp_path_factory.mktemp("place")
-    tiny_gpt2().save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
-    (directory / "stories.txt").write_text("\n".join(story_texts(5, 20)))
-    return directory
-
-
-def make_config(place: Path, ablation: str = "zero", **evaluation: Any) -> RankHeadsConfig:
-    sizes: dict[str, Any] = {"context_length": 16, "max_windows": 6, "calibration_windows": 3}
-    return RankHeadsConfig(
-        ModelConfig("local", path=str(place / "model"), device="cpu"),
-        DatasetConfig("text", "text", path=str(place / "stories.txt"), document_start="^"),
-        EvaluationConfig(**sizes | evaluation),
-        AblationConfig(ablation),
-        TrackerConfig("none"),
-    )
+    return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
 def prepared(place: Path) -> Prepared:
     return prepare(make_config(place))
-
-
-def make_tokens(num_tokens: int, document: list[int] | None = None) -> Tokens:
-    ids = torch.arange(num_tokens)
-    document_of = torch.tensor(document) if document else torch.zeros_like(ids)
-    return Tokens(ids=ids, num_bytes=ids + 1, document=document_of, hash="hash")
 
 
 # ---- texts
@@ -233,235 +189,6 @@ def test_loss_counts_the_tokens_and_bytes_that_are_scored(prepared):
     assert some.num_tokens.tolist() == [4, 3, 1]
     assert (loss.total_nats, loss.num_tokens) == (7.0, 8)
     assert loss.num_bytes == sum(range(2, 10))
-
-
-# ---- what stands in for a head
-
-
-def test_zero_ablation_takes_no_calibration(prepared):
-    assert prepare_ablation(prepared, "zero", rows_per_batch=2, seed=0) is None
-
-
-def test_mean_ablation_takes_the_mean_of_z_over_the_calibration_windows(prepared):
-    model, ids = prepared.loaded.model, prepared.calibration.ids
-    assert len(prepared.calibration_windows) == 3
-    outputs = [
-        np.stack(numpy_gpt2(model, ids[window.start : window.stop - 1])[1])
-        for window in prepared.calibration_windows
-    ]
-    mean = np.concatenate(outputs, axis=1).mean(axis=1)
-    made = prepare_ablation(prepared, "mean", rows_per_batch=2, seed=0)
-    assert isinstance(made, torch.Tensor)
-    np.testing.assert_allclose(made, mean, atol=1e-6)
-
-
-def test_resample_ablation_takes_each_calibration_window_in_an_order_of_the_seed(prepared):
-    def donors(seed: int) -> tuple[Window, ...]:
-        made = prepare_ablation(prepared, "resample", rows_per_batch=2, seed=seed)
-        assert isinstance(made, Donors)
-        assert made.ids is prepared.calibration.ids
-        return made.windows
-
-    assert donors(1) == donors(1)
-    assert {frozenset(donors(seed)) for seed in range(9)} == {
-        frozenset(prepared.calibration_windows)
-    }
-    assert len({donors(seed) for seed in range(9)}) > 1
-
-
-def test_an_unknown_ablation_is_refused(prepared):
-    with pytest.raises(ValueError, match="ablation 'half' is not one of zero, mean, resample"):
-        prepare_ablation(prepared, "half", rows_per_batch=2, seed=0)
-
-
-# ---- measuring
-
-
-@pytest.fixture
-def measured_units(monkeypatch) -> list[Unit]:
-    """The units that went through the model, as they come."""
-    units: list[Unit] = []
-    measure = runs.measure
-
-    def noting(model: Any, ids: Any, windows: Any, missing: Any, *rest: Any) -> Any:
-        for unit, nats in measure(model, ids, windows, missing, *rest):
-            units.append(unit)
-            yield unit, nats
-
-    monkeypatch.setattr(runs, "measure", noting)
-    return units
-
-
-def ignore(num_rows: int) -> None:
-    pass
-
-
-def lines_of(directory: Path) -> list[str]:
-    return (directory / "measurements.jsonl").read_text().splitlines()
-
-
-@pytest.mark.parametrize("engine", ["replay", "gating"])
-def test_losses_are_those_of_models_without_the_head(prepared, place, tmp_path, engine):
-    heads, config = [Head(0, 1), Head(1, 3)], make_config(place, engine=engine)
-    intact, ablated = measure_losses(prepared, heads, config, tmp_path, ignore)
-    batch = window_batch(prepared.tokens.ids, prepared.windows)
-    model = prepared.loaded.model
-    np.testing.assert_allclose(intact, row_nats(model, *batch), atol=ROW_NATS)
-    for row, head in enumerate(heads):
-        other = row_nats(without_heads(model, [head]), *batch).numpy()
-        assert abs(other - intact).min() > 30 * ROW_NATS
-        np.testing.assert_allclose(ablated[row], other, atol=ROW_NATS)
-
-
-@pytest.mark.parametrize(
-    ("asked", "used"), [("auto", "replay"), ("replay", "replay"), ("gating", "gating")]
-)
-def test_the_engine_that_is_chosen_is_the_one_that_measures(
-    prepared, place, tmp_path, monkeypatch, asked, used
-):
-    engines: list[str] = []
-    measure = runs.measure
-
-    def noting(*arguments: Any) -> Any:
-        engines.append(arguments[-1])
-        return measure(*arguments)
-
-    monkeypatch.setattr(runs, "measure", noting)
-    config = make_config(place, engine=asked)
-    measure_losses(prepared, ALL_HEADS, config, tmp_path, ignore)
-    assert engines == [choose_engine(prepared, config.evaluation)] == [used]
-
-
-def test_replay_of_an_unknown_architecture_is_refused_and_auto_falls_back_to_gating(prepared):
-    other = replace(prepared, loaded=replace(prepared.loaded, model=tiny_model("bloom")))
-    assert choose_engine(other, EvaluationConfig()) == "gating"
-    with pytest.raises(ValueError, match=r"engine=replay does not know bloom models; use auto$"):
-        choose_engine(other, EvaluationConfig(engine="replay"))
-
-
-def test_what_is_stored_is_not_measured_again(prepared, place, tmp_path, measured_units):
-    config = make_config(place)
-    first = measure_losses(prepared, ALL_HEADS, config, tmp_path, ignore)
-    assert len(measured_units) == 2 * (1 + 2)  # two blocks of windows: intact and two layers
-    advanced: list[int] = []
-    again = measure_losses(prepared, ALL_HEADS, config, tmp_path, advanced.append)
-    assert len(measured_units) == len(lines_of(tmp_path)) == 6
-    assert advanced == [num_rows(prepared, ALL_HEADS, config)] == [6 * (1 + 8)]
-    for before, after in zip(first, again, strict=True):
-        np.testing.assert_array_equal(before, after)
-
-
-@pytest.mark.parametrize("ablation", ["zero", "mean", "resample"])
-@pytest.mark.parametrize("kept", [[0, 1], [5, 2], [3]])
-def test_a_unit_has_the_same_numbers_whatever_was_measured_before(
-    prepared, place, tmp_path, measured_units, ablation, kept
-):
-    config = make_config(place, ablation)
-    measure_losses(prepared, ALL_HEADS, config, tmp_path, ignore)
-    lines = lines_of(tmp_path)
-    (tmp_path / "measurements.jsonl").write_text("".join(f"{lines[n]}\n" for n in kept))
-    measured_units.clear()
-    measure_losses(prepared, ALL_HEADS, config, tmp_path, ignore)
-    assert len(measured_units) == 6 - len(kept)
-    assert sorted(lines_of(tmp_path)) == sorted(lines)
-
-
-def test_more_windows_are_added_to_those_that_are_stored(prepared, place, tmp_path, measured_units):
-    few = replace(prepared, windows=prepared.windows[:4])
-    measure_losses(few, ALL_HEADS, make_config(place), tmp_path, ignore)
-    measured_units.clear()
-    intact, _ = measure_losses(prepared, ALL_HEADS, make_config(place), tmp_path, ignore)
-    assert {unit.windows for unit in measured_units} == {(4, 5)}
-    assert len(intact) == 6
-
-
-def test_another_ablation_is_measured_beside_the_first(prepared, place, tmp_path, measured_units):
-    _, zero = measure_losses(prepared, ALL_HEADS, make_config(place), tmp_path, ignore)
-    measured_units.clear()
-    config = make_config(place, "mean")
-    _, mean = measure_losses(prepared, ALL_HEADS, config, tmp_path, ignore)
-    assert len(measured_units) == 6
-    assert (zero != mean).all()
-
-
-def test_progress_is_told_in_rows_and_adds_up(prepared, place, tmp_path):
-    advanced: list[int] = []
-    config = make_config(place)
-    measure_losses(prepared, [Head(1, 0), Head(1, 2)], config, tmp_path, advanced.append)
-    assert advanced == [0, 4, 8, 2, 4]
-    assert sum(advanced) == num_rows(prepared, [Head(1, 0), Head(1, 2)], config)
-
-
-# ---- what a measurement depends on
-
-Change = Callable[[Prepared, RankHeadsConfig], Prepared | None]
-
-
-def other_weights(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
-    return replace(prepared, loaded=replace(prepared.loaded, weights_hash="other"))
-
-
-def other_protocol(**change: Any) -> Change:
-    return lambda prepared, config: replace(prepared, protocol=replace(prepared.protocol, **change))
-
-
-def other_calibration(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
-    return replace(prepared, calibration=replace(prepared.calibration, hash="other"))
-
-
-def fewer_calibration_windows(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
-    return replace(prepared, calibration_windows=prepared.calibration_windows[:2])
-
-
-def other_seed(prepared: Prepared, config: RankHeadsConfig) -> None:
-    config.seed = 7
-
-
-def other_dtype(prepared: Prepared, config: RankHeadsConfig) -> None:
-    config.model.dtype = "float64"
-
-
-def other_engine(prepared: Prepared, config: RankHeadsConfig) -> None:
-    config.evaluation.engine = "gating"
-
-
-def other_thresholds(prepared: Prepared, config: RankHeadsConfig) -> None:
-    config.evaluation.tolerance_nats = 0.02
-    config.evaluation.resamples = 500
-
-
-ALWAYS = {"zero", "mean", "resample"}
-
-
-@pytest.mark.parametrize(
-    ("change", "depends"),
-    [
-        (other_weights, ALWAYS),
-        (other_protocol(tokens_hash="other"), ALWAYS),
-        (other_protocol(context_length=8), ALWAYS),
-        (other_protocol(stride=8), ALWAYS),
-        (other_protocol(first_token="unscored"), ALWAYS),
-        (other_dtype, ALWAYS),
-        (other_engine, ALWAYS),
-        (other_calibration, {"mean", "resample"}),
-        (fewer_calibration_windows, {"mean", "resample"}),
-        (other_seed, {"resample"}),
-        (other_protocol(num_windows=4, num_scored=64), set()),
-        (other_protocol(text="another name"), set()),
-        (other_thresholds, set()),
-    ],
-)
-def test_measurements_are_kept_apart_by_what_they_depend_on_and_nothing_else(
-    prepared, place, change: Change, depends
-):
-    changed_of = set()
-    for ablation in ALWAYS:
-        before = measurement_context(prepared, make_config(place, ablation))
-        config = make_config(place, ablation)
-        changed = change(prepared, config) or prepared
-        if measurement_context(changed, config) != before:
-            changed_of.add(ablation)
-    assert changed_of == depends
 
 
 # ---- manifest

@@ -1,8 +1,24 @@
-"""Tiny models and tokenizers made on the fly, for tests: random weights, GPT-2's architecture."""
+"""Tiny models, tokenizers and runs made on the fly, for tests: random weights, as GPT-2."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from mhaprune.config import (
+    AblationConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RankHeadsConfig,
+    TrackerConfig,
+)
+from mhaprune.runs import Prepared
+from mhaprune.stories import story_texts
+from mhaprune.text import Tokens
 
 END = "<|endoftext|>"
 TRAINING_TEXT = "the cat sat on the mat because it was tired and the mat was soft"
@@ -47,3 +63,40 @@ def tiny_gpt2(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2LMHeadModel(config).eval()
+
+
+def make_place(directory: Path) -> Path:
+    """Fill a directory with a tiny model and 20 stories, one a line."""
+    tiny_gpt2().save_pretrained(directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
+    (directory / "stories.txt").write_text("\n".join(story_texts(5, 20)))
+    return directory
+
+
+def make_config(place: Path, ablation: str = "zero", **evaluation: Any) -> RankHeadsConfig:
+    """Rank the heads of the place's model on 6 windows of 16 tokens of its stories."""
+    sizes: dict[str, Any] = {"context_length": 16, "max_windows": 6, "calibration_windows": 3}
+    return RankHeadsConfig(
+        ModelConfig("local", path=str(place / "model"), device="cpu"),
+        DatasetConfig("text", "text", path=str(place / "stories.txt"), document_start="^"),
+        EvaluationConfig(**sizes | evaluation),
+        AblationConfig(ablation),
+        TrackerConfig("none"),
+    )
+
+
+def make_tokens(num_tokens: int, document: list[int] | None = None) -> Tokens:
+    """Tokens 0, 1, 2 ... of 1, 2, 3 ... bytes."""
+    ids = torch.arange(num_tokens)
+    document_of = torch.tensor(document) if document else torch.zeros_like(ids)
+    return Tokens(ids=ids, num_bytes=ids + 1, document=document_of, hash="hash")
+
+
+def other_weights(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
+    """The same run of another model, by its hash."""
+    return replace(prepared, loaded=replace(prepared.loaded, weights_hash="other"))
+
+
+def other_calibration(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
+    """The same run with another calibration text, by its hash."""
+    return replace(prepared, calibration=replace(prepared.calibration, hash="other"))

@@ -7,21 +7,23 @@ The work is cut into units, each one layer's heads on a block of windows. A unit
 nothing but the unit, so that runs can stop, resume and be shared out.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mhaprune.architectures import head_shape
-from mhaprune.baselines import donor_z
+from mhaprune.baselines import Ablation, Donors, donor_inputs, donor_z
 from mhaprune.gating import gate_heads
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.replay import LayerBaseline, Roll, replay
+from mhaprune.scores.estimate import Estimate, Subject, estimate_rates, spread
 from mhaprune.windows import Window
 
 if TYPE_CHECKING:
@@ -42,29 +44,55 @@ class Unit:
         return max(1, len(self.heads)) * len(self.windows)
 
 
-@dataclass(frozen=True)
-class Donors:
-    """Calibration windows whose z stands in for a head's: window w's donor is `windows[w % n]`."""
-
-    ids: Int[Tensor, "token"]
-    windows: tuple[Window, ...]
-
-
-Ablation = Float[Tensor, "layer head d_head"] | Donors | None
-
-
-def plan(heads: Iterable[Head], num_windows: int, windows_per_unit: int) -> list[Unit]:
+def plan(heads: Iterable[Head], windows: Sequence[int], windows_per_unit: int) -> list[Unit]:
     """Cut the measurement into units: each block of windows, intact first, then by layer."""
     layers = [
         (layer, tuple(head.head for head in group))
         for layer, group in groupby(sorted(heads), key=lambda head: head.layer)
     ]
     units = []
-    for first in range(0, num_windows, windows_per_unit):
-        block = tuple(range(first, min(first + windows_per_unit, num_windows)))
+    for first in range(0, len(windows), windows_per_unit):
+        block = tuple(windows[first : first + windows_per_unit])
         units.append(Unit(None, (), block))
         units += [Unit(layer, numbers, block) for layer, numbers in layers]
     return units
+
+
+def leave_one_out(subject: Subject, *, windows_per_unit: int = 4) -> Estimate:
+    """Return each head's measured effect in nats per token."""
+    units = plan(subject.heads, range(len(subject.windows)), windows_per_unit)
+    found = measure(
+        *(subject.model, subject.ids, subject.windows, units, subject.ablation),
+        *(subject.rows_per_batch, subject.engine),
+    )
+    results = {unit: nats.numpy() for unit, nats in found}
+    intact, ablated = assemble(results, subject.heads, len(subject.windows))
+    return estimate_rates(
+        subject, spread(subject, ablated - intact), forward_equivalents=1 + len(subject.heads)
+    )
+
+
+def assemble(
+    results: Mapping[Unit, Float[np.ndarray, "..."]],
+    heads: Sequence[Head],
+    num_windows: int,
+) -> tuple[Float[np.ndarray, "all"], Float[np.ndarray, "head all"]]:
+    """Arrange what units gave by head and window; NaN where nothing was measured."""
+    intact = np.full(num_windows, np.nan)
+    ablated = np.full((len(heads), num_windows), np.nan)
+    row_of = {head: row for row, head in enumerate(heads)}
+    for unit, nats in results.items():
+        if unit.layer is None:
+            intact[list(unit.windows)] = nats[0]
+            continue
+        rows = [row_of[Head(unit.layer, head)] for head in unit.heads]
+        ablated[np.ix_(rows, unit.windows)] = nats
+    return intact, ablated
+
+
+def num_rows(units: Iterable[Unit]) -> int:
+    """Return how many windows go through the model for these units."""
+    return sum(unit.num_rows for unit in units)
 
 
 def measure(
@@ -88,7 +116,7 @@ def measure(
         inputs, targets = window_batch(ids, [windows[number] for number in numbers])
         donors = None
         if isinstance(ablation, Donors):
-            donors = _donor_inputs(ablation, numbers, inputs.shape[1])
+            donors = donor_inputs(ablation, numbers, inputs.shape[1])
         constants = None if isinstance(ablation, Donors) else ablation
         yield from measure_block(
             model, inputs, targets, tuple(block), constants, donors, rows_per_batch
@@ -172,16 +200,3 @@ def _measure_heads(
     rows, row_targets = inputs.repeat(len(heads), 1), targets.repeat(len(heads), 1)
     with gate_heads(model, gate, replacement):
         return row_nats(model, rows, row_targets).view(len(heads), len(inputs))
-
-
-def _donor_inputs(donors: Donors, numbers: Sequence[int], length: int) -> Int[Tensor, "window pos"]:
-    """Return the inputs of the donor of each window, cut to the windows' length."""
-    chosen = [donors.windows[number % len(donors.windows)] for number in numbers]
-    shortest = min(window.num_inputs for window in chosen)
-    if shortest < length:
-        raise ValueError(
-            f"resample ablation needs donor windows of at least {length} input tokens, "
-            f"got one of {shortest}; leave the shorter calibration windows out"
-        )
-    inputs, _ = window_batch(donors.ids, chosen)
-    return inputs[:, :length]

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 from experiments import rank_heads as program
-from mhaprune import runs
+from mhaprune import measuring
 from mhaprune.config import CONF_DIR, RankHeadsConfig, run_program, validate
 from mhaprune.heads import Head, select_heads
 from mhaprune.stories import story_texts
@@ -33,7 +34,8 @@ HEADS = select_heads(["L*H*"], 2, 4)
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 COLUMNS = (
     "layer head effect_nats ci_low ci_high ppl_ablated delta_ppl verdict rank "
-    "delta_ppl_low delta_ppl_high standard_error num_windows"
+    "delta_ppl_low delta_ppl_high standard_error num_windows "
+    "correlation variance_reduction"
 ).split()
 FILES = {*("effects.csv", "heatmap.png", "manifest.json", "measurements.jsonl", "summary.json")}
 Run = Callable[..., Path]
@@ -170,6 +172,7 @@ def test_a_run_writes_the_loss_without_each_head(run, place, engine):
         assert float(row["delta_ppl"]) == pytest.approx(np.exp(ablated) - np.exp(intact), abs=1e-3)
         assert float(row["ci_low"]) < float(row["effect_nats"]) < float(row["ci_high"])
         assert row["num_windows"] == str(NUM_WINDOWS)
+        assert row["correlation"] == row["variance_reduction"] == ""
     assert min(abs(float(row["effect_nats"])) for row in effects.values()) > 1e-4
     in_order = sorted(effects, key=lambda head: -float(effects[head]["effect_nats"]))
     assert list(effects) == in_order
@@ -270,6 +273,83 @@ def test_every_experiment_runs_on_a_tiny_model_and_text(run, place, experiment):
     assert effects_in(directory).keys() == set(HEADS)
 
 
+# ---- measured adaptively
+
+ADAPTIVE = ("evaluation=adaptive", "heads=[L0H*,L1H0]")
+
+
+def test_an_adaptive_run_measures_each_head_on_as_many_windows_as_it_takes(run, place, capsys):
+    num_windows, heads = 40, select_heads(["L0H*", "L1H0"], 2, 4)
+    directory = run(*place.arguments(num_windows, *ADAPTIVE))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert {path.name for path in directory.iterdir() if path.is_file()} == FILES
+    effects, summary = effects_in(directory), json_in(directory, "summary.json")
+    assert effects.keys() == set(heads)
+    measured = {head: int(row["num_windows"]) for head, row in effects.items()}
+    assert set(measured.values()) == {32, 40}
+    assert summary["heads/share_of_windows"] == pytest.approx(np.mean([*measured.values()]) / 40)
+    assert summary["intervals/method"].startswith("control variates, Student t over 40 blocks")
+    kept = [json.loads(line) for line in lines_in(directory)]
+    for head, row in effects.items():
+        assert list(row) == COLUMNS
+        assert -1 <= float(row["correlation"]) <= 1
+        assert float(row["variance_reduction"]) > 0
+        assert (row["verdict"] == "undetermined") <= (measured[head] == num_windows)
+        of_head = [
+            line
+            for line in kept
+            if line["ablation"] == "zero" and line["layer"] == head.layer
+            if head.head in line["heads"]
+        ]
+        assert sum(len(line["windows"]) for line in of_head) == measured[head]
+
+    model, windows = make_model(), windows_of(place.ids("evaluation.txt"))[:num_windows]
+    intact = loss_of(model, windows)
+    for head in [head for head in heads if measured[head] == num_windows]:
+        ablated = loss_of(without_heads(model, [head]), windows)
+        assert float(effects[head]["effect_nats"]) == pytest.approx(ablated - intact, abs=2e-6)
+
+    looks = [line.split(":")[0] for line in lines if " settled" in line]
+    assert looks == ["16 of 40 windows", "32 of 40 windows", "40 of 40 windows"]
+    top = lines.index("Most important heads")
+    header = "rank head nats/token 95% interval windows corr. verdict".split()
+    assert lines[top + 1].split() == header
+    head, row = next(iter(effects.items()))
+    assert lines[top + 2].split()[-3:] == [
+        *(row["num_windows"], f"{float(row['correlation']):.2f}", row["verdict"])
+    ]
+    [last] = [number for number, line in enumerate(lines) if line.startswith("5 heads: ")]
+    assert max(map(len, lines[top : last + 1])) <= 80
+
+
+def test_two_adaptive_runs_are_the_same_bytes(run, place):
+    first, second = (run(*place.arguments(40, *ADAPTIVE), name=name) for name in ("a", "b"))
+    for name in ("effects.csv", "summary.json", "measurements.jsonl"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_an_adaptive_run_that_is_interrupted_goes_on_to_the_same_bytes(
+    run, place, tmp_path, monkeypatch
+):
+    whole = run(*place.arguments(40, *ADAPTIVE), name="whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "measure", interrupted_after(4))
+        with pytest.raises(SystemExit):
+            run(*place.arguments(40, *ADAPTIVE))
+    assert 0 < len(lines_in(tmp_path / "run")) < len(lines_in(whole))
+    run(f"resume={tmp_path / 'run'}", name=None)
+    for name in ("effects.csv", "measurements.jsonl"):
+        assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_text_too_short_to_measure_adaptively_is_told_in_one_line(refused, place, tmp_path):
+    (tmp_path / "short.txt").write_text("a b c d e f g h " * 6)
+    short = f"dataset.path={tmp_path}/short.txt"
+    line = refused(*place.arguments(40, *ADAPTIVE), short)
+    assert line.startswith("adaptive measuring takes at least 8 windows, got ")
+    assert not (tmp_path / "run" / "measurements.jsonl").exists()
+
+
 # ---- interruptions
 
 
@@ -301,10 +381,10 @@ def test_a_killed_run_goes_on_to_the_same_bytes(run, place, tmp_path):
 
 
 def interrupted_after(num_units: int) -> Callable[..., Iterator[Any]]:
-    measure = runs.measure
+    measure = measuring.measure
 
-    def interrupted(*arguments: Any) -> Iterator[Any]:
-        for number, measured in enumerate(measure(*arguments)):
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for number, measured in enumerate(measure(*arguments, **options)):
             if number == num_units:
                 raise KeyboardInterrupt
             yield measured
@@ -316,7 +396,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_measures_only_the_rest(
     run, place, tmp_path, monkeypatch, capfd
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "measure", interrupted_after(4))
+        patch.setattr(measuring, "measure", interrupted_after(4))
         with pytest.raises(SystemExit) as stop:
             run(*place.arguments())
     assert stop.value.code == 130
@@ -334,7 +414,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_measures_only_the_rest(
 def test_resuming_a_finished_run_changes_no_number_and_measures_nothing(run, place, monkeypatch):
     directory = run(*place.arguments())
     before = {name: (directory / name).read_bytes() for name in FILES - {"manifest.json"}}
-    monkeypatch.setattr(runs, "measure", interrupted_after(0))
+    monkeypatch.setattr(measuring, "measure", interrupted_after(0))
     run(f"resume={directory}", name=None)
     assert {name: (directory / name).read_bytes() for name in before} == before
 
@@ -453,7 +533,8 @@ def test_an_offline_w_and_b_run_shows_what_the_files_say(run, place):
     effects = effects_in(directory)
     assert [row[0] for row in table["data"]] == [str(head) for head in effects]
     for shown, row in zip(table["data"], effects.values(), strict=True):
-        assert [str(cell) for cell in shown[1:]] == list(row.values())
+        cells = ["" if cell is None else str(cell) for cell in shown[1:]]
+        assert cells == list(row.values())
 
     shown = {
         k: v for each in wandb_records(directory, "summary") for k, v in each["update"].items()
@@ -487,7 +568,7 @@ def test_the_terminal_shows_protocol_perplexity_heads_counts_and_files(run, caps
     summary, effects = json_in(directory, "summary.json"), effects_in(directory)
     lines = [line.rstrip() for line in output.splitlines()]
     assert lines[0].startswith("Protocol: stories, joined by '<|endoftext|>', no BOS; 4 windows of")
-    assert lines[1] == "Engine: replay"
+    assert re.fullmatch(r"Engine: replay, \d+ windows at once", lines[1])
     [intact] = [line for line in lines if line.startswith("Intact perplexity ")]
     assert intact.startswith(f"Intact perplexity {summary['baseline/perplexity']:.3f} [")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mhaprune.baselines import mean_z
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
-from mhaprune.scores.leave_one_out import Donors, Unit, measure, plan
+from mhaprune.scores.leave_one_out import Donors, Unit, assemble, measure, plan
 from mhaprune.windows import Window, make_windows
 from tests.micro import micro_gpt2, numpy_gpt2, numpy_nats, tiny_model, without_heads
 
@@ -39,7 +39,7 @@ def losses(model, units, ablation=None, rows_per_batch=8, ids=IDS, windows=WINDO
 
 
 def micro_losses(ablation):
-    units = plan([Head(0, 0), Head(0, 1)], num_windows=1, windows_per_unit=1)
+    units = plan([Head(0, 0), Head(0, 1)], windows=[0], windows_per_unit=1)
     found = losses(micro_gpt2(), units, ablation, ids=MICRO_IDS, windows=MICRO_WINDOWS)
     return [found[head, 0] for head in (None, Head(0, 0), Head(0, 1))]
 
@@ -54,7 +54,7 @@ def cross_entropy(model, window):
 
 def test_plan_goes_block_by_block_intact_first_then_layer_by_layer():
     heads = [Head(3, 1), Head(0, 2), Head(0, 0)]
-    assert plan(heads, num_windows=5, windows_per_unit=2) == [
+    assert plan(heads, windows=range(5), windows_per_unit=2) == [
         Unit(None, (), (0, 1)),
         Unit(0, (0, 2), (0, 1)),
         Unit(3, (1,), (0, 1)),
@@ -65,6 +65,31 @@ def test_plan_goes_block_by_block_intact_first_then_layer_by_layer():
         Unit(0, (0, 2), (4,)),
         Unit(3, (1,), (4,)),
     ]
+
+
+def test_plan_takes_the_windows_that_it_is_given_in_their_order():
+    assert plan([Head(1, 3)], windows=[7, 2, 5], windows_per_unit=2) == [
+        Unit(None, (), (7, 2)),
+        Unit(1, (3,), (7, 2)),
+        Unit(None, (), (5,)),
+        Unit(1, (3,), (5,)),
+    ]
+    assert plan([Head(1, 3)], windows=[], windows_per_unit=2) == []
+
+
+def test_assembling_puts_each_number_at_its_head_and_window_and_nan_elsewhere():
+    heads = [Head(3, 1), Head(0, 2), Head(0, 0)]
+    results = {
+        Unit(None, (), (3, 1)): np.array([[30.0, 10.0]]),
+        Unit(0, (0, 2), (3, 1)): np.array([[33.0, 31.0], [23.0, 21.0]]),
+        Unit(3, (1,), (1,)): np.array([[11.0]]),
+    }
+    intact, ablated = assemble(results, heads, num_windows=4)
+    nan = math.nan
+    np.testing.assert_array_equal(intact, [nan, 10, nan, 30])
+    np.testing.assert_array_equal(
+        ablated, [[nan, 11, nan, nan], [nan, 21, nan, 23], [nan, 31, nan, 33]]
+    )
 
 
 def test_a_units_rows_are_its_heads_times_its_windows():
@@ -111,7 +136,7 @@ def test_micro_resample_ablation_by_hand():
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "qwen3"])
 def test_zero_ablation_equals_zeroing_output_rows_in_a_copy(model_type):
     model = tiny_model(model_type)
-    found = losses(model, plan(HEADS, len(WINDOWS), windows_per_unit=2))
+    found = losses(model, plan(HEADS, range(len(WINDOWS)), windows_per_unit=2))
     assert found.keys() == {(head, n) for head in [None, *HEADS] for n in range(len(WINDOWS))}
     for head in [None, *HEADS]:
         ablated = without_heads(model, [head] if head else [])
@@ -127,8 +152,8 @@ def test_losses_do_not_depend_on_batches_blocks_or_order(
     model = tiny_model("gpt2").double()
     mean = mean_z(model, IDS, WINDOWS, rows_per_batch=2)
     ablation = {"zero": None, "mean": mean, "resample": DONORS}[ablation]
-    expected = losses(model, plan(HEADS, len(WINDOWS), 5), ablation, rows_per_batch=1)
-    units = plan(HEADS, len(WINDOWS), windows_per_unit)[::-1]
+    expected = losses(model, plan(HEADS, range(len(WINDOWS)), 5), ablation, rows_per_batch=1)
+    units = plan(HEADS, range(len(WINDOWS)), windows_per_unit)[::-1]
     found = losses(model, units, ablation, rows_per_batch)
     assert found == pytest.approx(expected, rel=1e-12)
 
@@ -143,7 +168,7 @@ def test_no_more_rows_than_allowed_go_through_the_model_at_once():
 
 def test_resample_ablation_equals_replacing_z_by_the_donors():
     model = tiny_model("gpt2").double()
-    found = losses(model, plan(HEADS, len(WINDOWS), windows_per_unit=4), DONORS)
+    found = losses(model, plan(HEADS, range(len(WINDOWS)), windows_per_unit=4), DONORS)
     for head in HEADS:
         for n, window in enumerate(WINDOWS):
             donor = DONORS.windows[n % 3]
@@ -177,7 +202,7 @@ def test_intact_unit_is_the_plain_loss():
 
 def test_a_donor_shorter_than_the_windows_raises_even_beside_a_long_one():
     donors = Donors(IDS, (Window(0, 13, 1), Window(0, 12, 1)))
-    units = plan(HEADS, len(WINDOWS), windows_per_unit=2)
+    units = plan(HEADS, range(len(WINDOWS)), windows_per_unit=2)
     message = "donor windows of at least 12 input tokens, got one of 11"
     with pytest.raises(ValueError, match=message):
         losses(tiny_model("gpt2"), units, donors)

@@ -1,0 +1,239 @@
+"""What a run measures: units of work, each kept in the run's store and never measured twice."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from mhaprune.architectures import can_replay
+from mhaprune.baselines import Ablation, Donors, mean_z
+from mhaprune.config import EvaluationConfig, RankHeadsConfig
+from mhaprune.control_variates import look_sizes
+from mhaprune.heads import Head
+from mhaprune.machine import available_bytes, choose_rows, fast_matmul
+from mhaprune.runs import Prepared
+from mhaprune.scores.adaptive import measure_until_settled
+from mhaprune.scores.attribution import predict
+from mhaprune.scores.leave_one_out import Unit, assemble, measure, num_rows, plan
+from mhaprune.store import Measurement, MeasurementStore, context_key
+
+PASSES_OF_A_PREDICTION = 3  # what a forward and backward pass cost, in forward passes
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Total nats per window: intact, with each head ablated, and each head's predicted effect.
+
+    Without predictions every head was measured on every window; with them (`sampling=adaptive`)
+    `ablated_nats` is NaN where it was not. `matmul_error_nats`, in nats per token, is the largest
+    error of an effect that `matmul=fast` was seen to make.
+    """
+
+    intact_nats: Float[np.ndarray, "window"]
+    ablated_nats: Float[np.ndarray, "head window"]
+    predicted_nats: Float[np.ndarray, "head window"] | None = None
+    matmul_error_nats: float | None = None
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Is told how many rows (windows through the model) were done, and how many more there are."""
+
+    def __call__(self, amount: int, left: int | None = None) -> object: ...
+
+
+def measure_losses(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: RankHeadsConfig,
+    directory: Path,
+    advance: Progress,
+    say: Callable[[str], object] = lambda line: None,
+) -> Losses:
+    """Measure what the configuration asks for; `say` gets a line about each look.
+
+    What `measurements.jsonl` already holds is not measured again; what is new is appended to it at
+    once.
+    """
+    with MeasurementStore(directory / "measurements.jsonl") as store:
+        measurer = Measurer(prepared, config, store, advance)
+        error_nats = None
+        if config.evaluation.matmul == "fast":
+            error_nats = matmul_error(measurer, heads)
+            say(f"matmul=fast moves the effects of some heads by up to {error_nats:.1e} nats/token")
+        if config.evaluation.sampling == "adaptive":
+            losses = _measure_adaptively(measurer, heads, say)
+            return replace(losses, matmul_error_nats=error_nats)
+        units = plan(heads, measurer.all_windows, config.evaluation.windows_per_unit)
+        advance(0, num_rows(units))
+        intact, ablated = assemble(measurer.losses(units), heads, len(prepared.windows))
+    assert np.isfinite(intact).all() and np.isfinite(ablated).all()
+    return Losses(intact, ablated, matmul_error_nats=error_nats)
+
+
+class Measurer:
+    """Measures units of work, or finds them in the run's store."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        config: RankHeadsConfig,
+        store: MeasurementStore,
+        advance: Progress,
+    ) -> None:
+        self.prepared, self.config, self.store, self.advance = prepared, config, store, advance
+        self.all_windows = range(len(prepared.windows))
+        self.subject = prepared.loaded.model, prepared.tokens.ids, prepared.windows
+        self.key = measurement_context(prepared, config)
+        self.known = store.completed(self.key)
+        self.engine: Literal["replay", "gating"] = choose_engine(prepared, config.evaluation)
+        self.rows = rows_at_once(prepared, config.evaluation)
+        self.ablation = prepare_ablation(prepared, config.ablation.kind, self.rows, config.seed)
+
+    def losses(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
+        """Return the total nats of each unit's variants on its windows."""
+        measure_missing = partial(measure, engine=self.engine)
+        with fast_matmul() if self.config.evaluation.matmul == "fast" else nullcontext():
+            return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
+
+    def predictions(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
+        """Return each head's effect to first order, and the loss for the intact unit."""
+        kind = f"{self.config.ablation.kind}, first order"
+        return self._obtain(kind, units, predict, prediction_rows)
+
+    def _obtain(
+        self,
+        kind: str,
+        units: Sequence[Unit],
+        measure_missing: Callable[..., Iterator[tuple[Unit, Float[Tensor, "..."]]]],
+        rows_of: Callable[[Iterable[Unit]], int],
+    ) -> dict[Unit, Float[np.ndarray, "..."]]:
+        found = {
+            unit: self.known[key] for unit in units if (key := _stored(kind, unit)) in self.known
+        }
+        self.advance(rows_of(found))
+        results = {unit: np.array(record.total_nats) for unit, record in found.items()}
+        missing = [unit for unit in units if unit not in found]
+        for unit, nats in measure_missing(*self.subject, missing, self.ablation, self.rows):
+            table = tuple(tuple(row) for row in nats.tolist())
+            self.store.append(
+                Measurement(self.key, kind, unit.layer, unit.heads, unit.windows, table)
+            )
+            results[unit] = nats.numpy()
+            self.advance(rows_of([unit]))
+        return results
+
+
+def _measure_adaptively(
+    measurer: Measurer, heads: Sequence[Head], say: Callable[[str], object]
+) -> Losses:
+    prepared, evaluation = measurer.prepared, measurer.config.evaluation
+    num_windows, per_unit = len(prepared.windows), evaluation.windows_per_unit
+    look_sizes(num_windows)  # too few windows: refused before anything is measured
+    units = plan(heads, measurer.all_windows, per_unit)
+    measurer.advance(0, num_rows(units) + prediction_rows(units))
+    predictions = measurer.predictions(units)
+    intact, predicted = assemble(predictions, heads, num_windows)
+    looks = measure_until_settled(
+        *(heads, intact, predicted, prepared.num_tokens, prepared.blocks, measurer.losses),
+        windows_per_unit=per_unit,
+        confidence=evaluation.confidence,
+        tolerance_nats=evaluation.tolerance_nats,
+        critical_nats=evaluation.critical_nats,
+        seed=measurer.config.seed,
+    )
+    losses = Losses(intact, np.full_like(predicted, np.nan), predicted)
+    for look in looks:
+        measurer.advance(0, look.most_rows)
+        num_settled = int(look.settled.sum())
+        say(f"{look.num_windows} of {num_windows} windows: {num_settled} of {len(heads)} settled")
+        losses = Losses(look.intact_nats, look.ablated_nats, predicted)
+    return losses
+
+
+def matmul_error(measurer: Measurer, heads: Sequence[Head]) -> float:
+    """Return how far `matmul=fast` moves the effect of any of up to six heads, in nats per token.
+
+    Taken over a few windows and heads from the first to the last layer.
+    """
+    num_tokens = measurer.prepared.num_tokens
+    windows = measurer.all_windows[: measurer.config.evaluation.windows_per_unit]
+    some = sorted(heads)[:: max(1, len(heads) // 6)]
+    units = plan(some, windows, len(windows))
+
+    def effects() -> Float[np.ndarray, "head window"]:
+        found = measure(*measurer.subject, units, measurer.ablation, measurer.rows, measurer.engine)
+        results = {unit: nats.numpy() for unit, nats in found}
+        intact, ablated = assemble(results, some, len(num_tokens))
+        return (ablated - intact)[:, list(windows)]
+
+    exact = effects()
+    with fast_matmul():
+        moved = effects() - exact
+    return float(np.abs(moved.sum(1)).max() / num_tokens[list(windows)].sum())
+
+
+def prediction_rows(units: Iterable[Unit]) -> int:
+    """Return what predicting these units costs, in rows: one pass back gives all heads at once."""
+    intact = [unit for unit in units if unit.layer is None]
+    return PASSES_OF_A_PREDICTION * num_rows(intact)
+
+
+def _stored(kind: str, unit: Unit) -> tuple[str, int | None, tuple[int, ...], tuple[int, ...]]:
+    return kind, unit.layer, unit.heads, unit.windows
+
+
+def prepare_ablation(prepared: Prepared, kind: str, rows_per_batch: int, seed: int) -> Ablation:
+    """Return what replaces an ablated head's z: nothing, its calibration mean, or donor windows."""
+    windows = prepared.calibration_windows
+    match kind:
+        case "zero":
+            return None
+        case "mean":
+            model, ids = prepared.loaded.model, prepared.calibration.ids
+            return mean_z(model, ids, windows, rows_per_batch)
+        case "resample":
+            order = np.random.default_rng(seed).permutation(len(windows))
+            return Donors(prepared.calibration.ids, tuple(windows[index] for index in order))
+    raise ValueError(f"ablation {kind!r} is not one of zero, mean, resample")
+
+
+def choose_engine(prepared: Prepared, config: EvaluationConfig) -> Literal["replay", "gating"]:
+    """Return how heads are ablated; ValueError where replay is asked for and does not apply."""
+    model = prepared.loaded.model
+    if config.engine == "replay" and not can_replay(model):
+        raise ValueError(
+            f"evaluation.engine=replay does not know {model.config.model_type} models; use auto"
+        )
+    return "gating" if config.engine == "gating" or not can_replay(model) else "replay"
+
+
+def rows_at_once(prepared: Prepared, config: EvaluationConfig) -> int:
+    """Return how many windows go through the model at once."""
+    if config.rows_per_batch is not None:
+        return config.rows_per_batch
+    model, length = prepared.loaded.model, prepared.protocol.context_length
+    num_bytes = available_bytes(model.device)
+    return choose_rows(model, length, choose_engine(prepared, config), num_bytes)
+
+
+def measurement_context(prepared: Prepared, config: RankHeadsConfig) -> str:
+    """Name what the measurements depend on besides ablation, head and window."""
+    calibrated = config.ablation.kind != "zero"
+    return context_key(
+        weights_hash=prepared.loaded.weights_hash,
+        protocol=asdict(prepared.protocol)
+        | {"num_windows": None, "num_scored": None, "text": None},
+        calibration=[prepared.calibration.hash, len(prepared.calibration_windows)] * calibrated,
+        seed=config.seed if config.ablation.kind == "resample" else None,
+        engine=choose_engine(prepared, config.evaluation),
+        matmul=config.evaluation.matmul,
+        dtype=config.model.dtype,
+        device=prepared.loaded.model.device.type,
+    )
