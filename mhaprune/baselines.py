@@ -3,7 +3,7 @@
 (Zero needs no baseline: `gate_heads(..., baseline=None)`.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ class Donors:
 Ablation = Float[Tensor, "layer head d_head"] | Donors | None
 
 
-@torch.no_grad()
 def mean_z(
     model: "PreTrainedModel",
     ids: Int[Tensor, "token"],
@@ -40,6 +39,27 @@ def mean_z(
     rows_per_batch: int,
 ) -> Float[Tensor, "layer head d_head"]:
     """Return each head's z averaged over every input position of the windows, summed in float64."""
+    return _average(model, ids, windows, rows_per_batch, lambda z: z)
+
+
+def rms_z(
+    model: "PreTrainedModel",
+    ids: Int[Tensor, "token"],
+    windows: Sequence[Window],
+    rows_per_batch: int,
+) -> Float[Tensor, "layer head"]:
+    """Return the root mean square of each head's z over positions and dimensions."""
+    return _average(model, ids, windows, rows_per_batch, torch.square).mean(-1).sqrt()
+
+
+@torch.no_grad()
+def _average(
+    model: "PreTrainedModel",
+    ids: Int[Tensor, "token"],
+    windows: Sequence[Window],
+    rows_per_batch: int,
+    function: Callable[[Tensor], Tensor],
+) -> Float[Tensor, "layer head d_head"]:
     shape = head_shape(model)
     sums = torch.zeros(shape.num_layers, shape.num_heads, shape.d_head, dtype=torch.float64)
     for first in range(0, len(windows), rows_per_batch):
@@ -50,7 +70,7 @@ def mean_z(
         with captured_z(model) as captured:
             model.base_model(inputs.to(model.device), use_cache=False)
         for layer, z in enumerate(captured):
-            sums[layer] += z.cpu()[is_input].sum(0, dtype=torch.float64)
+            sums[layer] += function(z.cpu()[is_input]).sum(0, dtype=torch.float64)
     total = sum(window.num_inputs for window in windows)
     return (sums / total).float()
 

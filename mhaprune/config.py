@@ -141,9 +141,19 @@ class AblationConfig:
     """What replaces an ablated head's output."""
 
     kind: str
+    steps: int = 60
 
     def __post_init__(self) -> None:
-        one_of("ablation.kind", self.kind, ("zero", "mean", "resample"))
+        one_of("ablation.kind", self.kind, ("zero", "mean", "resample", "optimal"))
+        at_least("ablation.steps", self.steps, 1)
+
+
+@dataclass
+class ScoreConfig:
+    """Which score ranks the heads, and the options of that score by their names."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -161,8 +171,8 @@ class TrackerConfig:
 
 
 @dataclass
-class RankHeadsConfig:
-    """The whole configuration of `experiments/rank_heads.py`."""
+class MeasureConfig:
+    """What every program that measures heads needs to know."""
 
     model: ModelConfig
     dataset: DatasetConfig
@@ -174,6 +184,115 @@ class RankHeadsConfig:
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
+
+
+@dataclass
+class RankHeadsConfig(MeasureConfig):
+    """The whole configuration of `experiments/rank_heads.py`."""
+
+    score: ScoreConfig = field(default_factory=lambda: ScoreConfig("leave_one_out"))
+
+
+@dataclass
+class CompareScoresConfig(MeasureConfig):
+    """The whole configuration of `experiments/compare_scores.py`; scores by name, with options."""
+
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("top_k", self.top_k, 1)
+        if self.evaluation.sampling == "adaptive":
+            raise ValueError("scores are judged by exhaustive measuring; use evaluation=default")
+        if not self.scores:
+            raise ValueError("no scores to compare; give at least one, such as +scores.fisher={}")
+
+
+@dataclass
+class OrderingConfig:
+    """An order in which heads go: by a score, taken once or again after every few heads."""
+
+    score: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rescore_every: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("pruning.orderings.*.rescore_every", self.rescore_every, 1)
+
+
+@dataclass
+class PruningConfig:
+    """Which pruning curves are drawn, and which sets of heads are looked at together."""
+
+    orderings: dict[str, OrderingConfig] = field(default_factory=dict)
+    ranking: str | None = None
+    same_text: bool = False
+    directions: list[str] = field(default_factory=lambda: ["least", "most"])
+    random_orders: int = 10
+    step: int | None = None
+    min_per_layer: int = 0
+    pairs: int = 0
+    sets: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for direction in self.directions:
+            one_of("pruning.directions", direction, ("least", "most"))
+        for key, least in (("random_orders", 0), ("min_per_layer", 0), ("pairs", 0), ("step", 1)):
+            at_least(f"pruning.{key}", getattr(self, key), least)
+        if not self.orderings and self.ranking is None:
+            raise ValueError("no order to prune by; give pruning.orderings or pruning.ranking")
+
+
+@dataclass
+class ExportConfig:
+    """Where a pruned model goes, and how many heads it loses: a number, or a perplexity budget."""
+
+    dir: str | None = None
+    form: str = "compact"
+    ordering: str | None = None
+    num_heads: int | None = None
+    max_increase: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("export.form", self.form, ("compact", "dense"))
+        at_least("export.num_heads", self.num_heads, 1)
+        if self.dir is not None and (self.num_heads is None) == (self.max_increase is None):
+            raise ValueError(
+                "export.dir needs either export.num_heads or export.max_increase (0.05: 5% more "
+                "perplexity)"
+            )
+        if self.max_increase is not None and self.max_increase <= 0:
+            raise ValueError(f"export.max_increase={self.max_increase} must be above 0")
+
+
+@dataclass
+class HealConfig:
+    """A short training of the pruned model on calibration text; 0 steps is none."""
+
+    steps: int = 0
+    lr: float = 3e-4
+    windows_per_step: int = 8
+    method: str = "full"
+
+    def __post_init__(self) -> None:
+        at_least("heal.steps", self.steps, 0)
+        at_least("heal.windows_per_step", self.windows_per_step, 1)
+        one_of("heal.method", self.method, ("full", "lora"))
+        if self.lr <= 0:
+            raise ValueError(f"heal.lr={self.lr} must be above 0")
+
+
+@dataclass
+class PruneHeadsConfig(MeasureConfig):
+    """The whole configuration of `experiments/prune_heads.py`."""
+
+    pruning: PruningConfig = field(
+        default_factory=lambda: PruningConfig({"leave_one_out": OrderingConfig("leave_one_out")})
+    )
+    export: ExportConfig = field(default_factory=ExportConfig)
+    heal: HealConfig = field(default_factory=HealConfig)
+    savings: bool = False
 
 
 def validate(config: Mapping[str, Any], schema: type[Schema]) -> Schema:

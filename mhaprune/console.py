@@ -56,6 +56,62 @@ class EffectRow(Interface):
     def correlation(self) -> float | None: ...
 
 
+@runtime_checkable
+class ScoreRow(Interface):
+    """What is shown of a head that was scored."""
+
+    @property
+    def score(self) -> str: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def standard_error(self) -> float | None: ...
+
+
+@runtime_checkable
+class SavingRow(Interface):
+    """What is shown of a pruned model."""
+
+    @property
+    def num_removed(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def prefill_tokens_per_second(self) -> float: ...
+    @property
+    def decode_tokens_per_second(self) -> float: ...
+
+
+@runtime_checkable
+class AgreementRow(Interface):
+    """What is shown of a score."""
+
+    @property
+    def score(self) -> str: ...
+    @property
+    def spearman(self) -> float: ...
+    @property
+    def ci_low(self) -> float: ...
+    @property
+    def ci_high(self) -> float: ...
+    @property
+    def top_k_overlap(self) -> float: ...
+    @property
+    def sign_agreement(self) -> float: ...
+    @property
+    def reliability(self) -> float: ...
+    @property
+    def forward_equivalents(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+
+
 def quiet_third_parties() -> None:
     """Keep the libraries' chatter and progress bars off the console; errors still show."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -161,6 +217,75 @@ def _measured_cells(row: EffectRow) -> list[str]:
     if row.correlation is None:
         return [f"{row.delta_ppl:+.3f}"]
     return [str(row.num_windows), f"{row.correlation:.2f}"]
+
+
+def print_scores(console: Console, rows: Sequence[ScoreRow], count: int = 10) -> None:
+    """Print the `count` heads that score highest; rows are in that order."""
+    say(console, f"Highest by {rows[0].score}, of {len(rows)} heads")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("rank", justify="right")
+    table.add_column("head")
+    table.add_column("score", justify="right")
+    table.add_column("standard error", justify="right")
+    for rank, row in enumerate(rows[:count], start=1):
+        error = "" if row.standard_error is None else f"{row.standard_error:.2g}"
+        table.add_row(str(rank), f"L{row.layer}H{row.head}", f"{row.value:+.4g}", error)
+    console.print(table)
+    console.print()
+
+
+def print_agreement(console: Console, rows: Sequence[AgreementRow], confidence: float) -> None:
+    """Print how each score agrees with the measured effect, best first, within 80 columns."""
+    title = "Agreement with the measured effect"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("score")
+    table.add_column("Spearman", justify="right")
+    for name in (f"{100 * confidence:g}% interval", "top k", "signs", "self", "passes", "s"):
+        table.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: -row.spearman):
+        table.add_row(
+            row.score,
+            f"{row.spearman:.2f}",
+            f"[{row.ci_low:.2f}, {row.ci_high:.2f}]".replace("[", r"\["),
+            f"{row.top_k_overlap:.0%}",
+            f"{row.sign_agreement:.0%}",
+            f"{row.reliability:.2f}",
+            f"{row.forward_equivalents:.0f}",
+            f"{row.seconds:.1f}",
+        )
+    console.print(table)
+    console.print()
+
+
+def print_removable(console: Console, rows: Sequence[tuple[str, Sequence[str], str]]) -> None:
+    """Print how many heads can go by each order at +1%, +5% and +10% perplexity, and the area."""
+    say(console, "Heads that can go at more perplexity")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("order")
+    for name in ("+1%", "+5%", "+10%", "area"):
+        table.add_column(name, justify="right")
+    for name, counts, area in rows:
+        table.add_row(name, *counts, area)
+    console.print(table)
+    console.print()
+
+
+def print_savings(console: Console, rows: Sequence[SavingRow]) -> None:
+    """Print what models with heads removed take, beside the intact one."""
+    say(console, "What removing heads buys")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("heads removed", "parameters", "KV bytes/token", "prefill tok/s", "decode tok/s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.num_removed),
+            f"{row.num_parameters:,}",
+            f"{row.kv_bytes_per_token:,}",
+            f"{row.prefill_tokens_per_second:,.0f}",
+            f"{row.decode_tokens_per_second:,.0f}",
+        )
+    console.print(table)
+    console.print()
 
 
 def print_files(console: Console, directory: Path) -> None:

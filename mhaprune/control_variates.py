@@ -140,6 +140,30 @@ def is_settled(
     return (named != "undetermined") & ~open_above
 
 
+def is_out_of_reach(
+    effects: Effects,
+    regression: Regression,
+    num_windows: int,
+    tolerance_nats: float,
+    critical_nats: float,
+) -> Bool[np.ndarray, "head"]:
+    """Say for each head whether measuring all of `num_windows` windows would hardly settle it.
+
+    So if even then its simultaneous interval, as wide as the spread seen so far makes it, would
+    hold a threshold, wherever in its present interval the effect may lie. To stop there costs no
+    validity: such a head has no verdict.
+    """
+    num_comparisons = len(effects.effect_nats) * len(look_sizes(num_windows))
+    reach = stats.norm.isf((1 - effects.confidence) / 2 / num_comparisons)
+    plain_error = effects.standard_error * np.sqrt(regression.variance_reduction)
+    final = reach * plain_error * np.sqrt(regression.num_windows / num_windows)
+    near = [
+        (effects.ci_low >= threshold - final) & (effects.ci_high <= threshold + final)
+        for threshold in (-tolerance_nats, tolerance_nats, critical_nats)
+    ]
+    return np.logical_or.reduce(near)
+
+
 @dataclass(frozen=True)
 class _Fit:
     """Estimates, and what each window adds to their deviation from the truth (psi)."""

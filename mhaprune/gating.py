@@ -18,8 +18,12 @@ from mhaprune.architectures import head_shape, output_projections
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# One gate per head, for the whole batch or for each of its rows: 1 keeps the head, 0 ablates it.
-Gate = Float[Tensor, "layer head"] | Float[Tensor, "batch layer head"]
+# One gate per head: 1 keeps it, 0 ablates it. For the whole batch, each row, or each position.
+Gate = (
+    Float[Tensor, "layer head"]
+    | Float[Tensor, "batch layer head"]
+    | Float[Tensor, "batch pos layer head"]
+)
 # baseline[layer] broadcasts against z, `batch pos head d_head`.
 Baseline = Float[Tensor, "layer head d_head"] | Sequence[Float[Tensor, "..."]]
 
@@ -32,7 +36,8 @@ def gate_heads(
 
     Args:
         gate: 1 keeps a head, 0 ablates it; `[batch, layer, head]` gates each row of the batch by
-            itself, so that one pass measures several ablations. Gradients flow to it.
+            itself, so that one pass measures several ablations; `[batch, pos, layer, head]` each
+            position. Gradients flow to it.
         baseline: what replaces an ablated head's z: one constant per head, or for each layer
             anything that broadcasts against z; None is zero.
 

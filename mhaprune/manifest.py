@@ -1,5 +1,6 @@
 """What a run was: configuration, code, versions, hashes; without secrets and home directories."""
 
+import json
 import os
 import platform
 import re
@@ -145,3 +146,14 @@ def _home_pattern() -> re.Pattern[str]:
         homes = set()
     spelled = "|".join(re.escape(home) for home in sorted(homes)) or "(?!)"
     return re.compile(rf"(?<![\w.~-])(?:{spelled})(?![\w-])")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read the manifest of a run. Raises ValueError where there is no finished run."""
+    path = directory / "manifest.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} is not the directory of a run: it has no manifest.json")
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    if entries.get("finished_utc") is None:
+        raise ValueError(f"the run in {directory} is not finished; go on with resume={directory}")
+    return entries

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from mhaprune.architectures import can_replay
 from mhaprune.baselines import Ablation, Donors, mean_z
-from mhaprune.config import EvaluationConfig, RankHeadsConfig
+from mhaprune.config import EvaluationConfig, MeasureConfig
 from mhaprune.control_variates import look_sizes
+from mhaprune.head_sets import SetUnit, measure_sets
 from mhaprune.heads import Head
 from mhaprune.machine import available_bytes, choose_rows, fast_matmul
+from mhaprune.optimal import optimal_z
 from mhaprune.runs import Prepared
 from mhaprune.scores.adaptive import measure_until_settled
 from mhaprune.scores.attribution import predict
@@ -51,7 +53,7 @@ class Progress(Protocol):
 def measure_losses(
     prepared: Prepared,
     heads: Sequence[Head],
-    config: RankHeadsConfig,
+    config: MeasureConfig,
     directory: Path,
     advance: Progress,
     say: Callable[[str], object] = lambda line: None,
@@ -62,7 +64,7 @@ def measure_losses(
     once.
     """
     with MeasurementStore(directory / "measurements.jsonl") as store:
-        measurer = Measurer(prepared, config, store, advance)
+        measurer = Measurer(prepared, heads, config, store, advance)
         error_nats = None
         if config.evaluation.matmul == "fast":
             error_nats = matmul_error(measurer, heads)
@@ -77,13 +79,17 @@ def measure_losses(
     return Losses(intact, ablated, matmul_error_nats=error_nats)
 
 
+AnyUnit = TypeVar("AnyUnit", Unit, SetUnit)
+
+
 class Measurer:
     """Measures units of work, or finds them in the run's store."""
 
     def __init__(
         self,
         prepared: Prepared,
-        config: RankHeadsConfig,
+        heads: Sequence[Head],
+        config: MeasureConfig,
         store: MeasurementStore,
         advance: Progress,
     ) -> None:
@@ -94,11 +100,17 @@ class Measurer:
         self.known = store.completed(self.key)
         self.engine: Literal["replay", "gating"] = choose_engine(prepared, config.evaluation)
         self.rows = rows_at_once(prepared, config.evaluation)
-        self.ablation = prepare_ablation(prepared, config.ablation.kind, self.rows, config.seed)
+        self.ablation = prepare_ablation(prepared, heads, config, self.rows, advance)
 
     def losses(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
         """Return the total nats of each unit's variants on its windows."""
         measure_missing = partial(measure, engine=self.engine)
+        with fast_matmul() if self.config.evaluation.matmul == "fast" else nullcontext():
+            return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
+
+    def sets(self, units: Sequence[SetUnit]) -> dict[SetUnit, Float[np.ndarray, "..."]]:
+        """Return the total nats with each unit's heads ablated together, on its windows."""
+        measure_missing = partial(measure_sets, engine=self.engine)
         with fast_matmul() if self.config.evaluation.matmul == "fast" else nullcontext():
             return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
 
@@ -110,21 +122,19 @@ class Measurer:
     def _obtain(
         self,
         kind: str,
-        units: Sequence[Unit],
-        measure_missing: Callable[..., Iterator[tuple[Unit, Float[Tensor, "..."]]]],
-        rows_of: Callable[[Iterable[Unit]], int],
-    ) -> dict[Unit, Float[np.ndarray, "..."]]:
+        units: Sequence[AnyUnit],
+        measure_missing: Callable[..., Iterator[tuple[AnyUnit, Float[Tensor, "..."]]]],
+        rows_of: Callable[[Iterable[AnyUnit]], int],
+    ) -> dict[AnyUnit, Float[np.ndarray, "..."]]:
         found = {
-            unit: self.known[key] for unit in units if (key := _stored(kind, unit)) in self.known
+            unit: self.known[key] for unit in units if (key := unit.stored(kind)) in self.known
         }
         self.advance(rows_of(found))
         results = {unit: np.array(record.total_nats) for unit, record in found.items()}
         missing = [unit for unit in units if unit not in found]
         for unit, nats in measure_missing(*self.subject, missing, self.ablation, self.rows):
             table = tuple(tuple(row) for row in nats.tolist())
-            self.store.append(
-                Measurement(self.key, kind, unit.layer, unit.heads, unit.windows, table)
-            )
+            self.store.append(Measurement(self.key, *unit.stored(kind), table))
             results[unit] = nats.numpy()
             self.advance(rows_of([unit]))
         return results
@@ -151,8 +161,11 @@ def _measure_adaptively(
     losses = Losses(intact, np.full_like(predicted, np.nan), predicted)
     for look in looks:
         measurer.advance(0, look.most_rows)
-        num_settled = int(look.settled.sum())
-        say(f"{look.num_windows} of {num_windows} windows: {num_settled} of {len(heads)} settled")
+        settled, hard = int(look.settled.sum()), int(look.out_of_reach.sum())
+        say(
+            f"{look.num_windows} of {num_windows} windows: {settled} of {len(heads)} heads settled"
+            + f", {hard} too close to a threshold" * bool(hard)
+        )
         losses = Losses(look.intact_nats, look.ablated_nats, predicted)
     return losses
 
@@ -185,23 +198,34 @@ def prediction_rows(units: Iterable[Unit]) -> int:
     return PASSES_OF_A_PREDICTION * num_rows(intact)
 
 
-def _stored(kind: str, unit: Unit) -> tuple[str, int | None, tuple[int, ...], tuple[int, ...]]:
-    return kind, unit.layer, unit.heads, unit.windows
-
-
-def prepare_ablation(prepared: Prepared, kind: str, rows_per_batch: int, seed: int) -> Ablation:
-    """Return what replaces an ablated head's z: nothing, its calibration mean, or donor windows."""
-    windows = prepared.calibration_windows
-    match kind:
+def prepare_ablation(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: MeasureConfig,
+    rows_per_batch: int,
+    advance: Progress = lambda amount, left=None: None,
+) -> Ablation:
+    """Return what replaces an ablated head's z: nothing, its own constant, or donor windows."""
+    windows, ids = prepared.calibration_windows, prepared.calibration.ids
+    match config.ablation.kind:
         case "zero":
             return None
         case "mean":
-            model, ids = prepared.loaded.model, prepared.calibration.ids
-            return mean_z(model, ids, windows, rows_per_batch)
+            return mean_z(prepared.loaded.model, ids, windows, rows_per_batch)
         case "resample":
-            order = np.random.default_rng(seed).permutation(len(windows))
-            return Donors(prepared.calibration.ids, tuple(windows[index] for index in order))
-    raise ValueError(f"ablation {kind!r} is not one of zero, mean, resample")
+            order = np.random.default_rng(config.seed).permutation(len(windows))
+            return Donors(ids, tuple(windows[index] for index in order))
+        case "optimal":
+            steps = config.ablation.steps
+            advance(0, steps * len(heads))
+            return optimal_z(
+                *(prepared.loaded.model, ids, windows, heads),
+                steps=steps,
+                rows_per_batch=rows_per_batch,
+                engine=choose_engine(prepared, config.evaluation),
+                advance=advance,
+            )
+    raise ValueError(f"ablation {config.ablation.kind!r} is not known")
 
 
 def choose_engine(prepared: Prepared, config: EvaluationConfig) -> Literal["replay", "gating"]:
@@ -223,7 +247,7 @@ def rows_at_once(prepared: Prepared, config: EvaluationConfig) -> int:
     return choose_rows(model, length, choose_engine(prepared, config), num_bytes)
 
 
-def measurement_context(prepared: Prepared, config: RankHeadsConfig) -> str:
+def measurement_context(prepared: Prepared, config: MeasureConfig) -> str:
     """Name what the measurements depend on besides ablation, head and window."""
     calibrated = config.ablation.kind != "zero"
     return context_key(
@@ -232,6 +256,7 @@ def measurement_context(prepared: Prepared, config: RankHeadsConfig) -> str:
         | {"num_windows": None, "num_scored": None, "text": None},
         calibration=[prepared.calibration.hash, len(prepared.calibration_windows)] * calibrated,
         seed=config.seed if config.ablation.kind == "resample" else None,
+        steps=config.ablation.steps if config.ablation.kind == "optimal" else None,
         engine=choose_engine(prepared, config.evaluation),
         matmul=config.evaluation.matmul,
         dtype=config.model.dtype,

@@ -1,20 +1,23 @@
 """Losses -> ranking: effects, intervals, verdicts and ranks, as rows and as files."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
+from rich.console import Console
 
-from mhaprune.architectures import HeadShape
-from mhaprune.config import EvaluationConfig
+from mhaprune.architectures import HeadShape, head_shape
+from mhaprune.config import EvaluationConfig, RankHeadsConfig
+from mhaprune.console import print_baseline, print_ranking, progress, say
 from mhaprune.control_variates import Regression, regression_effects
 from mhaprune.heads import Head
-from mhaprune.measuring import Losses
+from mhaprune.measuring import Losses, measure_losses
 from mhaprune.report import effect_grid, effect_heatmap, save_png
-from mhaprune.results import HeadEffect, write_effects, write_json
+from mhaprune.results import HeadEffect, write_effects
 from mhaprune.runs import Prepared
 from mhaprune.statistics import VERDICTS, Effects, paired_effects, ranking, verdicts
 
@@ -25,6 +28,30 @@ class Ranking:
 
     rows: tuple[HeadEffect, ...]
     summary: dict[str, float | int | str]
+
+
+def measure_and_rank(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: RankHeadsConfig,
+    directory: Path,
+    console: Console,
+) -> tuple[dict[str, Any], Sequence[HeadEffect], Callable[[], None]]:
+    """Rank by measured effects: effects.csv. Returns summary, rows and what prints them."""
+    with progress(console, f"{len(heads)} heads") as advance:
+        losses = measure_losses(
+            prepared, heads, config, directory, advance, lambda line: say(console, line)
+        )
+    ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
+    title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
+    shape = head_shape(prepared.loaded.model)
+    write_ranking(directory, title, ranking, shape, config.evaluation.tolerance_nats)
+
+    def show() -> None:
+        print_baseline(console, ranking.summary)
+        print_ranking(console, ranking.rows, confidence=config.evaluation.confidence)
+
+    return ranking.summary, ranking.rows, show
 
 
 def rank(
@@ -101,7 +128,7 @@ def head_effects(
 def write_ranking(
     directory: Path, title: str, ranking: Ranking, shape: HeadShape, tolerance_nats: float
 ) -> None:
-    """Write effects.csv, heatmap.png and, last, summary.json, whose presence says "finished"."""
+    """Write effects.csv and heatmap.png."""
     rows = ranking.rows
     write_effects(directory / "effects.csv", rows)
     grid = effect_grid(
@@ -114,4 +141,3 @@ def write_ranking(
     verdict_at = {(row.layer, row.head): row.verdict for row in rows}
     figure = effect_heatmap(grid, verdict_at, title, tolerance_nats)
     save_png(figure, directory / "heatmap.png")
-    write_json(directory / "summary.json", ranking.summary)

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mhaprune.architectures import Block, final_norm, head_shape, replayable_blocks
+from mhaprune.gating import Baseline, hooked_projections
 from mhaprune.perplexity import IGNORED
 
 if TYPE_CHECKING:
@@ -53,11 +54,81 @@ def replay(
             removed = z if baseline is None else z - baseline(layer).to(z)
             heads = torch.tensor(layers[layer], device=model.device)
             parts = []
+            weights = roll.output_weights(layer)
             for some in heads.split(max(1, rows_per_batch // num_windows)):
-                variants = roll.finish(layer, mid, removed, some)
+                removal = torch.einsum("rphd,hdm->hrpm", removed[:, :, some], weights[some])
+                final = roll.finish(layer, (mid - removal).flatten(0, 1))
                 row_targets = targets.repeat(len(some), 1)
-                parts.append(unembedding.nats(variants, row_targets).view(len(some), num_windows))
+                parts.append(unembedding.nats(final, row_targets).view(len(some), num_windows))
             yield layer, torch.cat(parts).cpu()
+
+
+@torch.no_grad()
+def replay_sets(
+    model: "PreTrainedModel",
+    inputs: Int[Tensor, "window pos"],
+    targets: Int[Tensor, "window pos"],
+    gates: Float[Tensor, "variant layer head"],
+    baseline: Baseline | None,
+    rows_per_batch: int,
+) -> Float[Tensor, "variant window"]:
+    """Return the losses of whole sets of heads ablated together: total nats, float64.
+
+    A gate of 0 ablates a head, 1 keeps it; `baseline` is that of `gating.gate_heads`, with a row
+    for each window where it has rows. What lies before a set's first ablated layer is not run
+    again. At most `rows_per_batch` rows (set, window) run at once, but always all windows of a set.
+    """
+    inputs, targets, gates = (tensor.to(model.device) for tensor in (inputs, targets, gates))
+    num_windows = len(inputs)
+    losses = torch.empty(len(gates), num_windows, dtype=torch.float64)
+    ablates = (gates == 0).any(-1)
+    first_layer = torch.where(ablates.any(1), ablates.int().argmax(1), -1).tolist()
+    with fused_gelu(model):
+        unembedding, roll = Unembedding(model), Roll(model, inputs)
+        for layer in sorted(set(first_layer)):
+            numbers = torch.tensor([n for n, first in enumerate(first_layer) if first == layer])
+            if layer < 0:
+                losses[numbers] = unembedding.nats(roll.final, targets).cpu()
+                continue
+            z, mid = roll.advance_through(layer)
+            removed = z if baseline is None else z - baseline[layer].to(z)
+            weights = roll.output_weights(layer).flatten(0, 1)
+            for some in numbers.split(max(1, rows_per_batch // num_windows)):
+                off = (1 - gates[some, layer]).to(z)[:, None, None, :, None]
+                hidden = mid - (off * removed).flatten(-2) @ weights
+                with _gated_above(model, layer, gates[some], baseline, num_windows):
+                    final = roll.finish(layer, hidden.flatten(0, 1))
+                nats = unembedding.nats(final, targets.repeat(len(some), 1))
+                losses[some] = nats.view(len(some), num_windows).cpu()
+    return losses
+
+
+@contextmanager
+def _gated_above(
+    model: "PreTrainedModel",
+    layer: int,
+    gates: Float[Tensor, "variant layer head"],
+    baseline: Baseline | None,
+    num_windows: int,
+) -> Iterator[None]:
+    """Gate the heads of the layers above `layer`, for rows that are (variant, window) pairs."""
+    rows = gates.repeat_interleave(num_windows, 0)
+
+    def gated(number: int, z: Float[Tensor, "row pos width"]) -> Tensor | None:
+        gate = rows[:, number, None, :, None].to(z)
+        if number <= layer or bool((gate == 1).all()):
+            return None
+        heads = z.unflatten(-1, (gates.shape[-1], -1))
+        kept = gate * heads
+        if baseline is not None:
+            replacement = baseline[number].to(z)
+            if replacement.ndim == 4:
+                replacement = replacement.repeat(len(gates), 1, 1, 1)
+            kept = kept + (1 - gate) * replacement
+        return kept.flatten(-2)
+
+    with hooked_projections(model, gated):
+        yield
 
 
 class Roll:
@@ -110,22 +181,23 @@ class Roll:
         self.next_layer = layer + 1
         return seen["z"].unflatten(-1, (self.shape.num_heads, self.shape.d_head)), seen["mid"]
 
+    def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """Return W_O of a layer, cut into heads."""
+        return self.blocks[layer].output_weights(self.shape.num_heads)
+
     @torch.no_grad()
     def finish(
-        self,
-        layer: int,
-        mid: Float[Tensor, "row pos d_model"],
-        removed: Float[Tensor, "row pos head d_head"],
-        heads: Int[Tensor, "variant"],
+        self, layer: int, mid: Float[Tensor, "variant_row pos d_model"]
     ) -> Float[Tensor, "variant_row pos d_model"]:
-        """Take each head's contribution out of `mid`; run all that follows, up to unembedding."""
-        block = self.blocks[layer]
-        weights = block.output_weights(self.shape.num_heads)[heads]
-        removal = torch.einsum("rphd,hdm->hrpm", removed[:, :, heads], weights)
-        hidden = (mid - removal).flatten(0, 1)
-        hidden = hidden + block.mlp(block.mlp_norm(hidden))
+        """Run all that follows the attention of `layer`, up to unembedding.
+
+        `mid` has the rows of this roll, once for each variant.
+        """
+        block, num_rows = self.blocks[layer], len(self.resid)
+        hidden = mid + block.mlp(block.mlp_norm(mid))
         for number in range(layer + 1, len(self.blocks)):
-            arguments = repeat_rows(self.arguments[number], len(mid), len(heads))
+            times = len(mid) // num_rows
+            arguments = repeat_rows(self.arguments[number], num_rows, times)
             hidden = self.blocks[number].module(hidden, **arguments)
         return self.norm(hidden)
 

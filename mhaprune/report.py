@@ -1,6 +1,7 @@
 """Results -> pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ def effect_heatmap(
     verdicts: dict[tuple[int, int], str],
     title: str,
     tolerance_nats: float,
+    label: str = "effect, nats/token",
 ) -> Figure:
     """Draw effects by layer and head, white at zero: green heads are useful, brown ones harmful.
 
@@ -59,10 +61,16 @@ def effect_heatmap(
         handles[-1].set(**NOT_MEASURED)
     figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     ticks = _effect_ticks(tolerance_nats, float(reach))
-    bar = figure.colorbar(image, ax=axes, label="effect, nats/token")
+    bar = figure.colorbar(image, ax=axes, label=label)
     bar.set_ticks(ticks, labels=[f"{tick:+g}" if tick else "0" for tick in ticks])
     bar.minorticks_off()
     return figure
+
+
+def score_heatmap(grid: Float[np.ndarray, "layer head"], title: str, label: str) -> Figure:
+    """Draw a score by layer and head: as `effect_heatmap`, linear up to a tenth of the largest."""
+    largest = float(np.abs(grid[np.isfinite(grid)]).max(initial=0)) or 1.0
+    return effect_heatmap(grid, {}, title, largest / 10, label)
 
 
 def _mark(axes: Axes, cells: Sequence[tuple[int, int]], verdict: str) -> None:
@@ -92,3 +100,116 @@ def _separate_cells(axes: Axes, num_layers: int, num_heads: int) -> None:
 def save_png(figure: Figure, path: Path) -> None:
     """Write the figure; the bytes depend on nothing but the figure."""
     figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def score_scatter(
+    scores: Mapping[str, Float[np.ndarray, "head"]], effects_nats: Float[np.ndarray, "head"]
+) -> Figure:
+    """Draw the measured effects and all scores against each other, head by head."""
+    columns = {"measured effect": effects_nats, **scores}
+    count = len(columns)
+    figure = Figure(figsize=(1.5 * count + 1, 1.5 * count + 0.5), layout="constrained")
+    grid = figure.subplots(count, count, squeeze=False)
+    for row, (below, y) in enumerate(columns.items()):
+        for column, (left, x) in enumerate(columns.items()):
+            axes = grid[row, column]
+            axes.set(xticks=[], yticks=[])
+            axes.spines[["top", "right"]].set_visible(False)
+            if row == column:
+                axes.hist(x, bins=16, color="0.6")
+            else:
+                axes.scatter(x, y, s=7, color="tab:blue", alpha=0.6, linewidth=0)
+            if row == count - 1:
+                axes.set_xlabel(left.replace("_", "\n"), fontsize=8)
+            if column == 0:
+                axes.set_ylabel(below.replace("_", "\n"), fontsize=8)
+    return figure
+
+
+def cost_against_agreement(
+    passes: Mapping[str, float], spearman: Mapping[str, tuple[float, float, float]]
+) -> Figure:
+    """Draw each score's Spearman correlation (value, low, high) over its cost in forward passes."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, cost in passes.items():
+        value, low, high = spearman[name]
+        reach = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        axes.errorbar(max(cost, 0.5), value, yerr=reach, fmt="o", capsize=3)
+        axes.annotate(
+            name, (max(cost, 0.5), value), xytext=(6, 4), textcoords="offset points", fontsize=8
+        )
+    axes.axhline(0, color="0.7", linewidth=0.8)
+    axes.set(xscale="log", xlabel="cost, forward passes over the calibration text (0 drawn at 0.5)")
+    axes.set(ylabel="Spearman correlation with the measured effect", ylim=(-1.05, 1.05))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.15)
+    return figure
+
+
+@dataclass(frozen=True)
+class Line:
+    """A pruning curve to draw: perplexities, with intervals, by the number of heads removed."""
+
+    label: str
+    style: str
+    num_removed: Sequence[int]
+    perplexity: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def pruning_curves(
+    lines: Sequence[Line], random_lines: Sequence[Line], ppl_intact: float, title: str
+) -> Figure:
+    """Draw perplexity against heads removed; the grey band is the range of the random orders.
+
+    Dotted lines mark 1%, 5% and 10% more than intact. Lines of one label share a colour.
+    """
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    if random_lines:
+        counts = sorted(set.intersection(*(set(line.num_removed) for line in random_lines)))
+        at = [
+            [dict(zip(line.num_removed, line.perplexity, strict=True))[n] for n in counts]
+            for line in random_lines
+        ]
+        axes.fill_between(
+            counts,
+            np.min(at, 0),
+            np.max(at, 0),
+            color="0.85",
+            label=f"{len(random_lines)} random orders",
+        )
+    colors = {label: f"C{n}" for n, label in enumerate(dict.fromkeys(x.label for x in lines))}
+    for line in lines:
+        color, named = colors[line.label], line.label if line.style == "-" else None
+        axes.plot(line.num_removed, line.perplexity, line.style, color=color, label=named)
+        axes.fill_between(
+            line.num_removed, line.low, line.high, color=color, alpha=0.2, linewidth=0
+        )
+    for increase in (0.01, 0.05, 0.10):
+        axes.axhline(ppl_intact * (1 + increase), color="0.4", linewidth=0.7, linestyle=":")
+    axes.set(yscale="log", xlabel="heads removed", ylabel="perplexity", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, title="solid: least important first\ndashed: most first")
+    return figure
+
+
+def pair_heatmap(
+    names: Sequence[str], interaction_nats: Float[np.ndarray, "head head"], title: str
+) -> Figure:
+    """Draw interactions of pairs: brown, the pair costs more than its parts; green, less."""
+    size = max(4.0, 1.5 + 0.35 * len(names))
+    figure = Figure(figsize=(size + 1, size), layout="constrained")
+    axes = figure.subplots()
+    reach = float(np.nanmax(np.abs(interaction_nats), initial=1e-9))
+    axes.patch.set(**NOT_MEASURED)
+    image = axes.imshow(
+        np.ma.masked_invalid(interaction_nats), cmap="BrBG_r", vmin=-reach, vmax=reach
+    )
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_title(title, fontsize=10)
+    figure.colorbar(image, ax=axes, label="joint effect less the sum, nats/token")
+    return figure

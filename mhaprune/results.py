@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -80,38 +80,133 @@ class HeadEffect:
                 )
 
 
-def _optional(cell: str) -> float | None:
-    return float(cell) if cell else None
+@dataclass(frozen=True)
+class HeadScore:
+    """What one score says of one head: a row of scores.csv. `standard_error` is None if unknown."""
+
+    score: str
+    layer: int
+    head: int
+    value: float
+    standard_error: float | None
 
 
-_COLUMNS: dict[str, Any] = {
-    field.name: _optional if field.type == float | None else field.type
-    for field in dataclasses.fields(HeadEffect)
-}
+@dataclass(frozen=True)
+class ScoreAgreement:
+    """How one score compares with the measured effect: a row of agreement.csv.
+
+    `ci_*` are of `spearman`; the columns are explained in `agreement.Agreement`. Cost is in forward
+    passes over the calibration text, and in seconds on the machine that ran it.
+    """
+
+    score: str
+    spearman: float
+    ci_low: float
+    ci_high: float
+    kendall: float
+    top_k_overlap: float
+    sign_agreement: float
+    reliability: float
+    forward_equivalents: float
+    seconds: float
+    kendall_low: float
+    kendall_high: float
 
 
-def write_effects(path: Path, rows: Sequence[HeadEffect]) -> None:
-    """Write effects.csv by rank; equal rows give equal bytes, and floats read back exactly."""
+@dataclass(frozen=True)
+class CurvePoint:
+    """One point of a pruning curve: a row of curve.csv.
+
+    `ci_*` is the interval of the perplexity, paired with the intact one on the same windows.
+    """
+
+    ordering: str
+    direction: str
+    num_removed: int
+    nats_per_token: float
+    perplexity: float
+    ci_low: float
+    ci_high: float
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """Heads removed together: a row of interactions.csv, in nats per token.
+
+    `interaction_nats` is the joint effect less the sum of the single effects, `ci_*` its interval.
+    `redundant_alone`: each head's own interval lies within the tolerance; `needed_together`: the
+    joint effect's lies above it.
+    """
+
+    heads: str
+    joint_nats: float
+    sum_nats: float
+    interaction_nats: float
+    ci_low: float
+    ci_high: float
+    redundant_alone: bool
+    needed_together: bool
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a model with so many heads removed takes (`savings.Savings`): a row of savings.csv."""
+
+    num_removed: int
+    num_parameters: int
+    kv_bytes_per_token: int
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+
+Row = TypeVar("Row", HeadEffect, HeadScore, ScoreAgreement, CurvePoint, Interaction, Saving)
+
+
+def write_rows(path: Path, kind: type[Row], rows: Sequence[Row]) -> None:
+    """Write rows as CSV: the columns are the fields of `kind`, and floats read back exactly.
+
+    None is an empty cell. Raises ValueError on NaN and infinity.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for row in sorted(rows, key=lambda row: (row.rank, row.layer, row.head)):
+    writer.writerow(field.name for field in dataclasses.fields(kind))
+    for row in rows:
+        for name, value in dataclasses.asdict(row).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{path}: expected a finite {name} in every row, got {row}")
         cells = dataclasses.astuple(row)
         writer.writerow(repr(float(cell)) if isinstance(cell, float) else cell for cell in cells)
     write_atomically(path, text.getvalue())
 
 
-def read_effects(path: Path) -> list[HeadEffect]:
-    """Read effects.csv, in the order of the file. Raises ValueError, naming file and line."""
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Read the rows of a CSV file, in its order. Raises ValueError, naming file and line."""
+    columns = {field.name: field.type for field in dataclasses.fields(kind)}
     with path.open(newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
-    if not lines or lines[0] != list(_COLUMNS):
-        raise ValueError(f"{path}: expected the columns {','.join(_COLUMNS)}, got {lines[:1]}")
+    if not lines or lines[0] != list(columns):
+        raise ValueError(f"{path}: expected the columns {','.join(columns)}, got {lines[:1]}")
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         try:
-            pairs = zip(_COLUMNS.items(), cells, strict=True)
-            rows.append(HeadEffect(**{name: convert(c) for (name, convert), c in pairs}))
+            pairs = zip(columns.items(), cells, strict=True)
+            rows.append(kind(**{name: _read_cell(cell, type_) for (name, type_), cell in pairs}))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return rows
+
+
+def _read_cell(cell: str, type_: Any) -> Any:
+    if type_ == float | None:
+        return float(cell) if cell else None
+    return cell == "True" if type_ is bool else type_(cell)
+
+
+def write_effects(path: Path, rows: Sequence[HeadEffect]) -> None:
+    """Write effects.csv by rank; equal rows give equal bytes."""
+    write_rows(path, HeadEffect, sorted(rows, key=lambda row: (row.rank, row.layer, row.head)))
+
+
+def read_effects(path: Path) -> list[HeadEffect]:
+    """Read effects.csv, in the order of the file. Raises ValueError, naming file and line."""
+    return read_rows(path, HeadEffect)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from mhaprune.config import DatasetConfig, EvaluationConfig, RankHeadsConfig, plain
+from mhaprune.config import DatasetConfig, EvaluationConfig, MeasureConfig, plain
 from mhaprune.gating import check_gating
 from mhaprune.load import LoadedModel, load_hub_text, load_model, load_text_file, max_context
 from mhaprune.manifest import manifest
@@ -59,7 +59,7 @@ class Prepared:
         return TokenLoss(float(total_nats.sum()), int(self.num_tokens.sum()), num_bytes)
 
 
-def prepare(config: RankHeadsConfig) -> Prepared:
+def prepare(config: MeasureConfig) -> Prepared:
     """Load the model and the texts and cut them into windows.
 
     Raises ValueError for whatever does not fit: text and context, calibration and evaluation text,
@@ -162,7 +162,7 @@ def full_windows(calibration: Tokens, length: int) -> tuple[Window, ...]:
 
 
 def keep_manifest(
-    directory: Path, config: RankHeadsConfig, prepared: Prepared, *, finished: bool
+    directory: Path, config: MeasureConfig, prepared: Prepared, *, finished: bool
 ) -> None:
     """Write manifest.json; a run that goes on keeps its start and must have its model and text.
 

@@ -47,27 +47,30 @@ class Tracker:
     def log_results(
         self,
         summary: Mapping[str, object],
-        rows: Sequence[Row],
-        heatmap_png: Path,
+        tables: Mapping[str, Sequence[Row]],
+        pictures: Mapping[str, Path],
         files: Sequence[Path],
         *,
         weights_hash: str,
         tokens_hash: str,
     ) -> None:
-        """Show the results: summary numbers, the table "heads", the heatmap and the files.
+        """Show the results: summary numbers, tables and pictures by name, and the files.
 
         `files` become an artifact of type "ranking" that is named after the run and carries the two
-        hashes. All numbers are finite; `rows` have the same columns.
+        hashes. All numbers are finite; the rows of a table have the same columns.
         """
 
         def show(run: Any) -> None:
-            columns, cells = _table(rows)
+            contents = {name: _table(rows) for name, rows in tables.items()}
             numbers = _finite(summary)
             import wandb
 
             run.summary.update(numbers)
-            table = wandb.Table(columns=columns, data=cells)
-            run.log({"heads": table, "heatmap": wandb.Image(str(heatmap_png))})
+            shown: dict[str, Any] = {
+                name: wandb.Table(columns=columns, data=cells)
+                for name, (columns, cells) in contents.items()
+            }
+            run.log(shown | {name: wandb.Image(str(path)) for name, path in pictures.items()})
             hashes = {"weights_hash": weights_hash, "tokens_hash": tokens_hash}
             artifact = wandb.Artifact(_artifact_name(run.name), type="ranking", metadata=hashes)
             for file in files:
@@ -165,20 +168,22 @@ def _staging_in(directory: Path) -> Iterator[None]:
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[Any], list[Any]]:
-    """Columns and cells of the table of heads: the name "L4H11", then the fields of a row in order.
+    """Columns and cells of a table: a head's name "L4H11", if rows are of heads, then the fields.
 
     Raises ValueError for no rows, for rows with different columns and for NaN and infinity.
     """
     fields = [dict(row) if isinstance(row, Mapping) else dataclasses.asdict(row) for row in rows]
     if not fields:
-        raise ValueError("expected one row for each head, got none")
+        raise ValueError("expected at least one row for each table, got none")
     columns = list(fields[0])
     for row in fields:
         if list(row) != columns:
             raise ValueError(f"expected the columns {columns} in every row, got {list(row)}")
+    cells = [list(_finite(row).values()) for row in fields]
+    if not {"layer", "head"} <= set(columns):
+        return columns, cells
     names = [str(Head(row["layer"], row["head"])) for row in fields]
-    cells = [[name, *_finite(row).values()] for name, row in zip(names, fields, strict=True)]
-    return ["name", *columns], cells
+    return ["name", *columns], [[name, *row] for name, row in zip(names, cells, strict=True)]
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

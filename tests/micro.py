@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,21 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
         model = AutoModelForCausalLM.from_config(config).eval()
         for weight in model.parameters():
             weight += 0.2 * torch.randn_like(weight)
+    return model
+
+
+def double_model(model_type: str) -> Any:
+    """A tiny model all in float64; Llama's norms otherwise go through float32, whatever comes."""
+    model = tiny_model(model_type).double()
+
+    def norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        mean_square = x.square().mean(-1, keepdim=True)
+        return module.get_parameter("weight") * x * (mean_square + 1e-6).rsqrt()
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            assert module.variance_epsilon == 1e-6
+            module.forward = partial(norm, module)
     return model
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from mhaprune.architectures import output_projections
-from mhaprune.baselines import donor_z, mean_z
+from mhaprune.baselines import donor_z, mean_z, rms_z
 from mhaprune.windows import Window
 from tests.micro import every_architecture, micro_gpt2, numpy_gpt2, tiny_model
 
@@ -75,3 +75,26 @@ def test_z_through_the_output_projection_is_the_attentions_output(model_type):
     handle.remove()
     with torch.no_grad():
         assert torch.equal(projection(z.flatten(-2)), seen[0])
+
+
+def test_micro_root_mean_square_by_hand():
+    """z as above, over two dimensions: (4 + 1 + 4 + 1) / 6 and (4 + 1 + 4) / 6."""
+    rms = rms_z(micro_gpt2(), torch.tensor([0, 1, 2]), [Window(0, 3, 1), Window(0, 2, 1)], 2)
+    expected = np.sqrt([[(4 + 1 + 1 + 4) / 6, (4 + 1 + 4) / 6]])
+    np.testing.assert_allclose(rms, expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, 4])
+def test_root_mean_square_is_that_of_softmax_attention_over_unpadded_windows(rows_per_batch):
+    model = tiny_model("gpt2")
+    rms = rms_z(model, IDS, RAGGED, rows_per_batch)
+    per_window = [numpy_gpt2(model, inputs_of(window))[1] for window in RAGGED]
+    squares = [np.concatenate(z) ** 2 for z in zip(*per_window, strict=True)]
+    expected = np.sqrt([square.mean(axis=(0, 2)) for square in squares])
+    np.testing.assert_allclose(rms, expected, rtol=1e-5)
+
+
+def test_no_position_is_averaged_with_a_gradient():
+    model = tiny_model("gpt2")
+    assert not mean_z(model, IDS, RAGGED, 2).requires_grad
+    assert not rms_z(model, IDS, RAGGED, 2).requires_grad

@@ -1,7 +1,9 @@
 """Every configuration that ships composes, and what a user gets wrong is told in one line."""
 
+import re
 import subprocess
 import sys
+from inspect import signature
 from itertools import cycle, islice, product
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mhaprune.config import (
     CONF_DIR,
+    CompareScoresConfig,
     RankHeadsConfig,
     plain,
     refuse_used_directory,
@@ -18,8 +21,9 @@ from mhaprune.config import (
     run_program,
     validate,
 )
+from mhaprune.scores.catalogue import SCORES
 
-GROUPS = ("model", "dataset", "evaluation", "ablation", "tracker")
+GROUPS = ("model", "dataset", "evaluation", "ablation", "tracker", "score")
 NEEDED = {  # what only the user knows
     "model=local": ("model.path=DIR",),
     "dataset=hub": ("dataset.hub_id=A/B", "dataset.revision=C", "dataset.calibration_split=D"),
@@ -33,23 +37,29 @@ def choices(group: str) -> list[str]:
 
 ALL_CHOICES = [choice for group in GROUPS for choice in choices(group)]
 PAIRS = list(product(*map(choices, GROUPS[:2])))
-OTHER_GROUPS = list(product(*map(choices, GROUPS[2:])))
+OTHER_GROUPS = list(product(*map(choices, GROUPS[2:5])))
+SCORE_CHOICES = choices("score")
 COMBINATIONS = [
-    (*pair, *others)
-    for pair, others in islice(
-        zip(cycle(PAIRS), cycle(OTHER_GROUPS), strict=True), max(len(PAIRS), len(OTHER_GROUPS))
+    (*pair, *others, score)
+    for pair, others, score in islice(
+        zip(cycle(PAIRS), cycle(OTHER_GROUPS), cycle(SCORE_CHOICES), strict=True),
+        max(len(PAIRS), len(OTHER_GROUPS)),
     )
 ]
-"""Every model with every dataset; meanwhile each combination of the other groups at least once."""
+"""Every model with every dataset; meanwhile each score, and each combination of the others."""
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str, program: str = "rank_heads") -> DictConfig:
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return compose("rank_heads", list(overrides))
+        return compose(program, list(overrides))
 
 
 def validated(*overrides: str) -> RankHeadsConfig:
     return validate(composed(*overrides), RankHeadsConfig)
+
+
+def validated_comparison(*overrides: str) -> CompareScoresConfig:
+    return validate(composed(*overrides, program="compare_scores"), CompareScoresConfig)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +74,7 @@ def test_the_default_run_needs_no_network_and_no_arguments():
     assert (config.model.name, config.model.hub_id) == ("demo", None)
     assert (config.dataset.source, config.dataset.hub_id) == ("stories", None)
     assert (config.ablation.kind, config.tracker.mode) == ("zero", "offline")
+    assert (config.score.name, config.score.options) == ("leave_one_out", {})
     assert (config.heads, config.seed) == (["L*H*"], 0)
 
 
@@ -81,7 +92,8 @@ def test_what_a_file_says_is_what_a_program_gets(choice):
 
 def test_the_combinations_cover_the_groups_that_are_not_paired():
     assert {combination[:2] for combination in COMBINATIONS} == set(PAIRS)
-    assert {combination[2:] for combination in COMBINATIONS} == set(OTHER_GROUPS)
+    assert {combination[2:5] for combination in COMBINATIONS} == set(OTHER_GROUPS)
+    assert {combination[5] for combination in COMBINATIONS} == set(SCORE_CHOICES)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=",".join)
@@ -122,7 +134,10 @@ def test_the_options_of_all_groups_go_together(combination):
         ("evaluation.confidence=1", "evaluation.confidence=1.0 must lie in [0.5, 1)"),
         ("evaluation.tolerance_nats=0", "<= evaluation.critical_nats, got 0.0 and 0.05"),
         ("evaluation.critical_nats=0.001", "<= evaluation.critical_nats, got 0.01 and 0.001"),
-        ("ablation.kind=x", "ablation.kind=x is not one of zero, mean, resample"),
+        ("ablation.kind=x", "ablation.kind=x is not one of zero, mean, resample, optimal"),
+        ("ablation.steps=0", "ablation.steps=0 must be at least 1"),
+        ("score.name=null", "score.name: Incompatible value 'None' for field of type 'str'"),
+        ("score.options=x", "score.options"),
         ("tracker.mode=x", "tracker.mode=x is not one of offline, online, none"),
     ],
 )
@@ -155,6 +170,63 @@ def test_several_missing_values_are_named_together():
         validated("dataset=hub")
 
 
+# The comparison of scores.
+
+
+@pytest.mark.parametrize("choice", [c for c in ALL_CHOICES if not c.startswith("score=")])
+def test_a_comparison_takes_every_choice_too_but_to_measure_adaptively(choice):
+    if choice == "evaluation=adaptive":
+        with pytest.raises(ValueError, match=r"^scores are judged by exhaustive measuring; use "):
+            validated_comparison(choice)
+        return
+    needed = NEEDED.get(choice, ())
+    group = choice.split("=")[0]
+    compared, ranked = validated_comparison(choice, *needed), validated(choice, *needed)
+    assert plain(compared)[group] == plain(ranked)[group]
+
+
+def test_a_comparison_is_of_all_scores_with_the_options_of_their_files():
+    config = validated_comparison()
+    alone = [validated(choice).score for choice in SCORE_CHOICES]
+    assert config.scores == {score.name: score.options for score in alone}
+    assert [f"score={score.name}" for score in alone] == SCORE_CHOICES
+    assert (config.model.name, config.tracker.mode) == ("demo", "offline")
+    assert (config.heads, config.seed, config.top_k) == (["L*H*"], 0, None)
+
+
+def test_the_options_of_every_score_are_all_that_it_has_at_their_defaults():
+    for name, options in validated_comparison().scores.items():
+        parameters = signature(SCORES[name]).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        if name == "leave_one_out":
+            defaults.pop("windows_per_unit")  # changes no number
+        assert options.keys() == defaults.keys(), name
+        for option, value in options.items():
+            default = defaults[option]
+            assert value == (list(default) if isinstance(default, tuple) else default), name
+
+
+def test_a_score_is_left_out_or_added_or_given_other_options():
+    config = validated_comparison("~scores.shapley", "scores.integrated_gradients.steps=4")
+    assert "shapley" not in config.scores and "random" in config.scores
+    assert config.scores["integrated_gradients"] == {"steps": 4}
+    assert validated_comparison("+scores.adaptive={}").scores["adaptive"] == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["top_k=0"], "top_k=0 must be at least 1"),
+        (["seed=-1"], "seed=-1 must be at least 0"),
+        (["evaluation.sampling=adaptive"], "scores are judged by exhaustive measuring; use "),
+        (["~scores"], "no scores to compare; give at least one, such as +scores.fisher={}"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        validated_comparison(*overrides)
+
+
 # A directory that holds a run.
 
 
@@ -180,7 +252,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path):
 # A program, from its arguments to its exit code.
 
 QUIET = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-Calls = list[tuple[RankHeadsConfig, Path, bool]]
+Calls = list[tuple[RankHeadsConfig, Path]]
 
 
 @pytest.fixture
@@ -225,7 +297,7 @@ def test_a_sweep_runs_each_job_in_its_own_directory(run, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ("ablation=nope", "ablation=nope is not one of mean, resample, zero"),
+        ("ablation=nope", "ablation=nope is not one of mean, optimal, resample, zero"),
         ("evaluation.nope=1", "evaluation.nope is not in the configuration; --cfg job shows what"),
         ("a=[", "cannot read a=[: no viable alternative at input '['"),
         ("seed=x", "seed: Value 'x' of type 'str' could not be converted to Integer"),
@@ -307,7 +379,10 @@ def test_a_program_of_its_own_says_one_line_too(tmp_path):
 
 @pytest.mark.slow
 def test_every_combination_of_all_groups_composes():
-    for combination in product(*map(choices, GROUPS)):
+    some = product(*map(choices, GROUPS[:5]))
+    for combination in (
+        (*others, score) for others, score in zip(some, cycle(SCORE_CHOICES), strict=False)
+    ):
         needed = [override for choice in combination for override in NEEDED.get(choice, ())]
         config = validated(*combination, *needed)
         names = (f"model={config.model.name}", f"dataset={config.dataset.name}")

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 import pytest
 from rich.console import Console
 
-from mhaprune.console import print_files, print_ranking, progress, say
+from mhaprune.console import (
+    print_agreement,
+    print_files,
+    print_ranking,
+    print_scores,
+    progress,
+    say,
+)
+from mhaprune.results import HeadScore, ScoreAgreement
 
 
 @dataclass(frozen=True)
@@ -161,3 +169,94 @@ def test_the_files_of_a_run_are_named(tmp_path):
     with console.capture() as capture:
         print_files(console, tmp_path)
     assert capture.get() == f"Files in {tmp_path}: effects.csv, summary.json\n"
+
+
+# ---- scores
+
+
+def printed_scores(rows: list[HeadScore], count: int = 10) -> list[str]:
+    console = Console(width=80)
+    with console.capture() as capture:
+        print_scores(console, rows, count)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+SCORES = [
+    HeadScore("integrated_gradients", 11, 11, 12345.678, 0.012345),
+    HeadScore("integrated_gradients", 0, 2, 1.0, None),
+    HeadScore("integrated_gradients", 3, 10, -1.23456e-7, 2.5e-9),
+]
+
+
+def test_the_heads_that_score_highest_come_in_the_order_of_the_rows():
+    assert [line.split() for line in printed_scores(SCORES)] == [
+        "Highest by integrated_gradients, of 3 heads".split(),
+        ["rank", "head", "score", "standard", "error"],
+        ["1", "L11H11", "+1.235e+04", "0.012"],
+        ["2", "L0H2", "+1"],
+        ["3", "L3H10", "-1.235e-07", "2.5e-09"],
+        [],
+    ]
+
+
+def test_no_more_heads_are_printed_than_asked_for_but_all_are_counted():
+    many = SCORES * 5
+    assert len(printed_scores(many)) == 2 + 10 + 1
+    lines = printed_scores(many, count=1)
+    assert len(lines) == 2 + 1 + 1
+    assert lines[0].endswith("of 15 heads")
+    assert max(map(len, printed_scores(many))) <= 80
+
+
+def agreement(score: str, spearman: float, **changes: float) -> ScoreAgreement:
+    numbers = {
+        "ci_low": -0.5,
+        "ci_high": 0.75,
+        "kendall": 0.25,
+        "top_k_overlap": 1.0,
+        "sign_agreement": 0.625,
+        "reliability": -0.25,
+        "forward_equivalents": 12345.0,
+        "seconds": 1234.56,
+        "kendall_low": -1.0,
+        "kendall_high": 1.0,
+    }
+    return ScoreAgreement(score, spearman, **numbers | changes)
+
+
+AGREEMENTS = [
+    agreement("random", -0.125),
+    agreement("integrated_gradients", -0.004, ci_low=-1.0, ci_high=-0.99),
+    agreement("leave_one_out", 0.96875, top_k_overlap=1 / 3, forward_equivalents=33.4),
+]
+
+
+def printed_agreement(rows: list[ScoreAgreement], confidence: float = 0.95) -> list[str]:
+    console = Console(width=80)
+    with console.capture() as capture:
+        print_agreement(console, rows, confidence)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_scores_are_listed_by_their_agreement_best_first_with_all_numbers():
+    title, header, *lines, end = printed_agreement(AGREEMENTS)
+    assert title == "Agreement with the measured effect"
+    assert header.split() == "score Spearman 95% interval top k signs self passes s".split()
+    assert [line.split() for line in lines] == [
+        ["leave_one_out", "0.97", "[-0.50,", "0.75]", "33%", "62%", "-0.25", "33", "1234.6"],
+        [
+            *("integrated_gradients", "-0.00", "[-1.00,", "-0.99]"),
+            *("100%", "62%", "-0.25", "12345", "1234.6"),
+        ],
+        ["random", "-0.12", "[-0.50,", "0.75]", "100%", "62%", "-0.25", "12345", "1234.6"],
+    ]
+    assert end == ""
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.995])
+def test_a_line_of_a_score_fits_into_80_columns_neither_cut_nor_wrapped(confidence):
+    lines = printed_agreement(AGREEMENTS, confidence)
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert len(lines) == 2 + 3 + 1
+    assert f"{100 * confidence:g}% interval" in lines[1]

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from mhaprune.control_variates import _bend, is_settled, look_sizes, regression_effects
+from mhaprune.control_variates import (
+    Regression,
+    _bend,
+    is_out_of_reach,
+    is_settled,
+    look_sizes,
+    regression_effects,
+)
 from mhaprune.statistics import Effects
 
 NUM_WINDOWS = 24
@@ -407,3 +414,72 @@ def with_interval(low, high):
 )
 def test_a_head_is_settled_when_its_interval_allows_one_verdict(low, high, settled):
     assert is_settled(with_interval(low, high), 0.01, 0.05).tolist() == [settled]
+
+
+# ---- what cannot be settled
+
+ARRAYS = [name for name in PER_HEAD if not name.startswith("ppl_intact") and name != "num_blocks"]
+REACH = float(stats.norm.isf(0.025 / 3))  # one head at looks of 16, 32 and 64 windows: 2.39
+
+
+def out_of_reach(low, high, error=0.004, gain=4.0, num_measured=16, num_windows=64):
+    """Of one head with this 95% interval, standard error and variance reduction."""
+    effects = replace(
+        with_interval(low, high),
+        ci_low=np.array([low]),
+        ci_high=np.array([high]),
+        standard_error=np.array([error]),
+    )
+    fit = Regression(np.array([0.5]), np.array([float(gain)]), np.array([num_measured]))
+    return is_out_of_reach(effects, fit, num_windows, 0.01, 0.05).tolist() == [True]
+
+
+@pytest.mark.parametrize("threshold", [-0.01, 0.01, 0.05])
+def test_a_head_is_out_of_reach_where_all_windows_leave_a_threshold_in_its_interval(threshold):
+    """Without the control variate the error is 0.004 sqrt(4); on 4 times the windows, half that."""
+    final = REACH * 0.004 * np.sqrt(4) * np.sqrt(16 / 64)
+    near, far = 0.999 * final, 1.001 * final
+    assert out_of_reach(threshold - 0.002, threshold + 0.002)
+    assert out_of_reach(threshold - near, threshold + near)
+    assert out_of_reach(threshold + near / 2, threshold + near)  # wherever in the interval it is
+    assert not out_of_reach(threshold - far, threshold)
+    assert not out_of_reach(threshold, threshold + far)
+    assert not out_of_reach(threshold + far, threshold + 1.5 * far)
+
+
+@pytest.mark.parametrize("effect", [-0.2, 0.0, 0.03, 0.2])
+def test_a_head_far_from_every_threshold_is_within_reach(effect):
+    assert not out_of_reach(effect - 0.002, effect + 0.002)
+
+
+def test_a_wide_interval_early_on_says_nothing_yet():
+    """2 standard errors either way, at the threshold, seen on 16 of 64 and of 1024 windows."""
+    assert out_of_reach(0.01 - 0.008, 0.01 + 0.008, error=0.004, gain=4)
+    assert not out_of_reach(0.01 - 0.008, 0.01 + 0.008, error=0.004, gain=1)
+    assert not out_of_reach(0.01 - 0.008, 0.01 + 0.008, error=0.004, gain=4, num_windows=1024)
+
+
+def test_what_is_measured_on_all_windows_and_still_open_at_a_threshold_is_out_of_reach():
+    assert out_of_reach(0.01 - 0.009, 0.01 + 0.009, error=0.004, gain=1, num_measured=64)
+
+
+def test_among_more_heads_intervals_are_wider_and_so_is_what_is_out_of_reach():
+    def first_of(num_heads, low, high):
+        alone = replace(
+            with_interval(low, high),
+            ci_low=np.array([low]),
+            ci_high=np.array([high]),
+            standard_error=np.array([0.004]),
+        )
+        many = replace(alone, **{name: getattr(alone, name).repeat(num_heads) for name in ARRAYS})
+        ones = np.ones(num_heads)
+        fit = Regression(ones, 4 * ones, np.full(num_heads, 16))
+        found = is_out_of_reach(many, fit, 64, 0.01, 0.05)
+        assert len(found) == num_heads and len(set(found.tolist())) == 1
+        return bool(found[0])
+
+    wide = 0.004 * float(stats.norm.isf(0.025 / 3 / 100))
+    assert wide > 1.5 * REACH * 0.004
+    assert not first_of(1, 0.01 - 0.99 * wide, 0.01 + 0.99 * wide)
+    assert first_of(100, 0.01 - 0.99 * wide, 0.01 + 0.99 * wide)
+    assert not first_of(100, 0.01 - 1.01 * wide, 0.01 + 1.01 * wide)

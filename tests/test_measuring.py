@@ -1,6 +1,7 @@
 """Nothing is measured twice, and what a measurement depends on is in its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from micro import numpy_gpt2, tiny_model, without_heads
 from tiny import make_config, make_place, other_calibration, other_weights
 
 from mhaprune import measuring
+from mhaprune.architectures import output_projections
 from mhaprune.config import EvaluationConfig, RankHeadsConfig
 from mhaprune.heads import Head, select_heads
 from mhaprune.measuring import (
@@ -21,8 +23,11 @@ from mhaprune.measuring import (
     measurement_context,
     num_rows,
     prepare_ablation,
+    rows_at_once,
 )
+from mhaprune.optimal import optimal_z
 from mhaprune.perplexity import row_nats, window_batch
+from mhaprune.ranking import rank
 from mhaprune.runs import Prepared, prepare
 from mhaprune.scores.leave_one_out import Donors, Unit, plan
 from mhaprune.store import MeasurementStore
@@ -45,11 +50,12 @@ def prepared(place: Path) -> Prepared:
 # ---- what stands in for a head
 
 
-def test_zero_ablation_takes_no_calibration(prepared):
-    assert prepare_ablation(prepared, "zero", rows_per_batch=2, seed=0) is None
+def test_zero_ablation_takes_no_calibration(prepared, place):
+    config = make_config(place, "zero")
+    assert prepare_ablation(prepared, ALL_HEADS, config, rows_per_batch=2) is None
 
 
-def test_mean_ablation_takes_the_mean_of_z_over_the_calibration_windows(prepared):
+def test_mean_ablation_takes_the_mean_of_z_over_the_calibration_windows(prepared, place):
     model, ids = prepared.loaded.model, prepared.calibration.ids
     assert len(prepared.calibration_windows) == 3
     outputs = [
@@ -57,14 +63,16 @@ def test_mean_ablation_takes_the_mean_of_z_over_the_calibration_windows(prepared
         for window in prepared.calibration_windows
     ]
     mean = np.concatenate(outputs, axis=1).mean(axis=1)
-    made = prepare_ablation(prepared, "mean", rows_per_batch=2, seed=0)
+    config = make_config(place, "mean")
+    made = prepare_ablation(prepared, ALL_HEADS, config, rows_per_batch=2)
     assert isinstance(made, torch.Tensor)
     np.testing.assert_allclose(made, mean, atol=1e-6)
 
 
-def test_resample_ablation_takes_each_calibration_window_in_an_order_of_the_seed(prepared):
+def test_resample_ablation_takes_each_calibration_window_in_an_order_of_the_seed(prepared, place):
     def donors(seed: int) -> tuple[Window, ...]:
-        made = prepare_ablation(prepared, "resample", rows_per_batch=2, seed=seed)
+        config = replace(make_config(place, "resample"), seed=seed)
+        made = prepare_ablation(prepared, ALL_HEADS, config, rows_per_batch=2)
         assert isinstance(made, Donors)
         assert made.ids is prepared.calibration.ids
         return made.windows
@@ -76,9 +84,22 @@ def test_resample_ablation_takes_each_calibration_window_in_an_order_of_the_seed
     assert len({donors(seed) for seed in range(9)}) > 1
 
 
-def test_an_unknown_ablation_is_refused(prepared):
-    with pytest.raises(ValueError, match="ablation 'half' is not one of zero, mean, resample"):
-        prepare_ablation(prepared, "half", rows_per_batch=2, seed=0)
+def test_optimal_ablation_is_fitted_to_the_calibration_windows(prepared, place):
+    config, bar = make_config(place, "optimal"), Bar()
+    config.ablation.steps = 3
+    made = prepare_ablation(prepared, ALL_HEADS[:5], config, rows_per_batch=2, advance=bar)
+    assert isinstance(made, torch.Tensor)
+    text = prepared.calibration.ids, prepared.calibration_windows
+    fitted = optimal_z(prepared.loaded.model, *text, ALL_HEADS[:5], steps=3, rows_per_batch=2)
+    torch.testing.assert_close(made, fitted)
+    assert bar.totals == [3 * 5] and bar.completed == 3 * 5
+
+
+def test_an_unknown_ablation_is_refused(prepared, place):
+    config = make_config(place)
+    config.ablation.kind = "half"
+    with pytest.raises(ValueError, match="ablation 'half' is not known"):
+        prepare_ablation(prepared, ALL_HEADS, config, rows_per_batch=2)
 
 
 # ---- measuring
@@ -223,6 +244,94 @@ def test_progress_is_told_in_rows_and_adds_up(prepared, place, tmp_path):
     assert bar.totals == [bar.completed] == [num_rows(plan(heads, range(6), 4))]
 
 
+# ---- how many rows at once, and how exact
+
+
+def test_as_many_rows_go_through_at_once_as_the_configuration_says(prepared, place, monkeypatch):
+    monkeypatch.setattr(measuring, "available_bytes", lambda device: 0)
+    assert rows_at_once(prepared, make_config(place, rows_per_batch=7).evaluation) == 7
+    assert rows_at_once(prepared, make_config(place).evaluation) == 1
+
+
+@pytest.mark.parametrize(("engine", "rows"), [("replay", 20), ("gating", 10)])
+def test_else_as_many_as_half_of_the_memory_holds(prepared, place, monkeypatch, engine, rows):
+    """A row of 16 tokens: 20 widths of 32 in float32; gating also, twice, logits of 300 or so."""
+    vocab_size = prepared.loaded.model.config.vocab_size
+    numbers = 20 * 32 + 2 * vocab_size * (engine == "gating")
+    num_bytes = 2 * rows * 16 * 4 * numbers
+    monkeypatch.setattr(measuring, "available_bytes", lambda device: num_bytes)
+    assert rows_at_once(prepared, make_config(place, engine=engine).evaluation) == rows
+
+
+def cpu_precision() -> str:
+    return torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore
+
+
+def test_fast_products_are_used_for_all_that_is_kept_and_nowhere_else(
+    prepared, place, tmp_path, monkeypatch
+):
+    precisions: list[tuple[str, int]] = []
+    measure, before = measuring.measure, cpu_precision()
+
+    def noting(model: Any, ids: Any, windows: Any, units: list[Unit], *rest: Any, **options: Any):
+        for unit, nats in measure(model, ids, windows, units, *rest, **options):
+            precisions.append((cpu_precision(), len(units)))
+            yield unit, nats
+
+    monkeypatch.setattr(measuring, "measure", noting)
+    said: list[str] = []
+    config = make_config(place, matmul="fast")
+    losses = measure_losses(prepared, ALL_HEADS, config, tmp_path, Bar(), said.append)
+    # The error is taken on one block of windows, exact and fast; then come both blocks.
+    assert precisions == [(before, 3)] * 3 + [("bf16", 3)] * 3 + [("bf16", 6)] * 6
+    assert cpu_precision() == before != "bf16"
+    assert len(lines_of(tmp_path)) == 6
+    error = losses.matmul_error_nats
+    assert error is not None and 0 <= error < 1e-2
+    assert said == [f"matmul=fast moves the effects of some heads by up to {error:.1e} nats/token"]
+    summary = rank(prepared, ALL_HEADS, losses, config.evaluation, seed=0).summary
+    assert summary["matmul/error_nats"] == error
+
+
+def test_exact_products_have_no_error_to_tell(prepared, place, tmp_path):
+    said: list[str] = []
+    config = make_config(place)
+    losses = measure_losses(prepared, ALL_HEADS, config, tmp_path, Bar(), said.append)
+    assert losses.matmul_error_nats is None and said == []
+    summary = rank(prepared, ALL_HEADS, losses, config.evaluation, seed=0).summary
+    assert "matmul/error_nats" not in summary
+
+
+@pytest.mark.parametrize("sampling", ["exhaustive", "adaptive"])
+def test_the_error_is_how_far_the_effect_of_some_head_moves_per_token(
+    place, tmp_path, monkeypatch, sampling
+):
+    """Let fast products be those of a model without L1H3: what it does to effects is measured."""
+    eight = prepare(make_config(place, max_windows=8))
+    config = make_config(place, max_windows=8, matmul="fast", sampling=sampling)
+    model, batch = eight.loaded.model, window_batch(eight.tokens.ids, eight.windows[:4])
+    other = without_heads(model, [Head(1, 3)])
+
+    def effects(of: Any) -> list[float]:
+        intact = row_nats(of, *batch)
+        return [float((row_nats(without_heads(of, [h]), *batch) - intact).sum()) for h in ALL_HEADS]
+
+    moved = np.subtract(effects(other), effects(model)) / eight.num_tokens[:4].sum()
+    weight, changed = (output_projections(m)[1].get_parameter("weight") for m in (model, other))
+
+    @contextmanager
+    def fast_matmul() -> Iterator[None]:
+        before = weight.detach().clone()
+        weight.detach().copy_(changed)
+        yield
+        weight.detach().copy_(before)
+
+    monkeypatch.setattr(measuring, "fast_matmul", fast_matmul)
+    losses = measure_losses(eight, ALL_HEADS, config, tmp_path, Bar())
+    assert losses.matmul_error_nats == pytest.approx(abs(moved).max(), abs=1e-6)
+    assert abs(moved).max() > 1e-4
+
+
 # ---- measuring adaptively
 
 NUM_WINDOWS = 40
@@ -257,7 +366,8 @@ def test_heads_that_are_settled_are_measured_on_fewer_windows(
     assert np.isfinite(losses.intact_nats).all()
     assert losses.predicted_nats is not None and np.isfinite(losses.predicted_nats).all()
     assert [line.split(":")[0] for line in said] == [f"{n} of 40 windows" for n in LOOKS]
-    assert said[0].endswith(f": {(measured == 16).sum()} of 8 settled")
+    assert said[0] == "16 of 40 windows: 1 of 8 heads settled, 1 too close to a threshold"
+    assert (measured == 16).sum() == 1 + 1
     for n, head in enumerate(ALL_HEADS):
         of_head = [u for u in measured_units if u.layer == head.layer and head.head in u.heads]
         windows = sorted(window for unit in of_head for window in unit.windows)
@@ -363,6 +473,10 @@ def other_engine(prepared: Prepared, config: RankHeadsConfig) -> None:
     config.evaluation.engine = "gating"
 
 
+def other_products(prepared: Prepared, config: RankHeadsConfig) -> None:
+    config.evaluation.matmul = "fast"
+
+
 def other_thresholds(prepared: Prepared, config: RankHeadsConfig) -> None:
     config.evaluation.tolerance_nats = 0.02
     config.evaluation.resamples = 500
@@ -381,6 +495,7 @@ ALWAYS = {"zero", "mean", "resample"}
         (other_protocol(first_token="unscored"), ALWAYS),
         (other_dtype, ALWAYS),
         (other_engine, ALWAYS),
+        (other_products, ALWAYS),
         (other_calibration, {"mean", "resample"}),
         (fewer_calibration_windows, {"mean", "resample"}),
         (other_seed, {"resample"}),

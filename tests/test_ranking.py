@@ -1,6 +1,5 @@
 """Losses of two windows of four tokens -> effects, intervals, verdicts and ranks, by arithmetic."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -165,15 +164,12 @@ def test_an_adaptive_ranking_is_read_back_as_it_was_written(ranked_adaptively, t
 
 def test_the_files_hold_what_was_ranked(ranked, tmp_path):
     write_ranking(tmp_path, "a title", ranked, SHAPE, tolerance_nats=0.01)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("effects.csv", "heatmap.png", "summary.json")
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"effects.csv", "heatmap.png"}
     assert read_effects(tmp_path / "effects.csv") == list(ranked.rows)
-    assert json.loads((tmp_path / "summary.json").read_text()) == ranked.summary
     assert (tmp_path / "heatmap.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def test_the_summary_says_finished_so_it_is_written_last(ranked, tmp_path, monkeypatch):
+def test_the_numbers_are_written_before_the_picture(ranked, tmp_path, monkeypatch):
     def disk_is_full(figure: Figure, path: Path) -> None:
         raise OSError("disk full")
 

@@ -5,12 +5,22 @@ import math
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgba
+from matplotlib.collections import LineCollection
+from matplotlib.colors import SymLogNorm, to_rgba
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.text import Text
+from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation, Text
 
-from mhaprune.report import effect_grid, effect_heatmap, save_png
+from mhaprune.report import (
+    cost_against_agreement,
+    effect_grid,
+    effect_heatmap,
+    save_png,
+    score_heatmap,
+    score_scatter,
+)
 
 TOLERANCE_NATS = 0.002
 GRID = np.array([[1.0, 0.0, -0.02], [0.001, np.nan, -0.001]])
@@ -131,3 +141,101 @@ def test_no_text_is_cut_off_even_under_a_long_title(num_layers, num_heads):
             box = text.get_window_extent(canvas.get_renderer())
             assert -1 <= box.x0 < box.x1 <= width + 1, text.get_text()
             assert -1 <= box.y0 < box.y1 <= height + 1, text.get_text()
+
+
+# ---- scores
+
+
+def test_a_score_is_drawn_as_effects_are_linear_up_to_a_tenth_of_the_largest():
+    grid = np.array([[2.0, -0.5], [np.nan, 0.2]])
+    figure = score_heatmap(grid, "a run", "fisher")
+    drawn = np.ma.asarray(image_of(figure).get_array())
+    np.testing.assert_array_equal(drawn.filled(np.nan), grid)
+    norm = image_of(figure).norm
+    assert isinstance(norm, SymLogNorm)
+    assert (norm.vmin, norm.vmax, norm.linthresh) == (-2, 2, pytest.approx(0.2))
+    assert figure.axes[1].get_ylabel() == "fisher"
+    assert figure.get_suptitle() == "a run"
+    assert legend(figure)[-1] == "not measured"
+    assert [np.asarray(marks.get_offsets()).size for marks in figure.axes[0].collections] == [0, 0]
+
+
+@pytest.mark.parametrize("grid", [np.zeros((2, 3)), np.full((2, 2), np.nan), np.full((1, 2), 1e-9)])
+def test_a_score_of_nothing_is_drawn_too(tmp_path, grid):
+    save_png(score_heatmap(grid, "a run", "fisher"), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+EFFECTS = np.array([0.5, -0.25, 0.0, 0.125])
+SCORES = {
+    "integrated_gradients": np.array([3.0, 1.0, 2.0, 2.5]),
+    "random": np.array([0.0, 1.0, 0.5, 0.25]),
+}
+
+
+def test_effects_and_scores_are_drawn_each_against_each():
+    figure = score_scatter(SCORES, EFFECTS)
+    columns = [EFFECTS, *SCORES.values()]
+    assert len(figure.axes) == 9
+    for row, y in enumerate(columns):
+        for column, x in enumerate(columns):
+            axes = figure.axes[3 * row + column]
+            if row == column:
+                bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+                assert sum(bar.get_height() for bar in bars) == 4
+                assert len(axes.collections) == 0
+            else:
+                [dots] = axes.collections
+                np.testing.assert_array_equal(dots.get_offsets(), np.stack([x, y], 1))
+
+
+def test_the_outer_plots_name_what_is_drawn():
+    figure = score_scatter(SCORES, EFFECTS)
+    names = ["measured effect", "integrated\ngradients", "random"]
+    assert [axes.get_xlabel() for axes in figure.axes] == [""] * 6 + names
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels[::3] == names
+    assert set(labels[1::3] + labels[2::3]) == {""}
+
+
+PASSES = {"random": 0.0, "fisher": 3.0, "leave_one_out": 33.0}
+SPEARMAN = {
+    "random": (-0.1, -0.4, 0.3),
+    "fisher": (0.5, 0.25, 0.625),
+    "leave_one_out": (1.0, 1.0, 0.99),  # a percentile interval need not hold its value
+}
+
+
+def test_each_score_stands_at_its_cost_and_agreement_with_its_interval_and_name():
+    [axes] = cost_against_agreement(PASSES, SPEARMAN).axes
+    assert axes.get_xscale() == "log"
+    drawn = {}
+    for container, text in zip(axes.containers, axes.texts, strict=True):
+        assert isinstance(container, ErrorbarContainer) and isinstance(text, Annotation)
+        dot, _, (bar,) = container.lines
+        assert isinstance(bar, LineCollection)
+        [interval] = bar.get_segments()
+        [x], [y] = np.asarray(dot.get_xdata()), np.asarray(dot.get_ydata())
+        assert text.xy == (x, y)
+        assert interval[:, 0].tolist() == [x, x]
+        drawn[text.get_text()] = (x, y, *interval[:, 1])
+    assert drawn == {
+        "random": pytest.approx((0.5, -0.1, -0.4, 0.3)),  # a logarithm has no place for 0
+        "fisher": pytest.approx((3, 0.5, 0.25, 0.625)),
+        "leave_one_out": pytest.approx((33, 1, 1, 1)),
+    }
+    low, high = axes.get_ylim()
+    assert low <= -1 and high >= 1
+    assert axes.get_xlabel().startswith("cost, forward passes")
+    assert axes.get_ylabel() == "Spearman correlation with the measured effect"
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: score_scatter(SCORES, EFFECTS), lambda: cost_against_agreement(PASSES, SPEARMAN)],
+    ids=["scatter", "cost"],
+)
+def test_figures_of_scores_are_the_same_bytes_every_time(tmp_path, draw):
+    for name in ("first", "second"):
+        save_png(draw(), tmp_path / f"{name}.png")
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()

@@ -7,11 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhaprune.results import HeadEffect, read_effects, write_atomically, write_effects, write_json
+from mhaprune.results import (
+    HeadEffect,
+    HeadScore,
+    ScoreAgreement,
+    read_effects,
+    read_rows,
+    write_atomically,
+    write_effects,
+    write_json,
+    write_rows,
+)
 
 EFFECT = HeadEffect(
     layer=4,
@@ -160,3 +171,94 @@ def test_a_damaged_effects_csv_is_refused_by_line(
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(ValueError, match=message):
         read_effects(path)
+
+
+SCORE = HeadScore(score="fisher", layer=4, head=11, value=0.1 + 0.2, standard_error=1e-17)
+AGREEMENT = ScoreAgreement(
+    score="gradient",
+    spearman=0.1 + 0.2,
+    ci_low=-0.25,
+    ci_high=1 / 3,
+    kendall=0.5,
+    top_k_overlap=1.0,
+    sign_agreement=0.0,
+    reliability=-0.0,
+    forward_equivalents=3.0,
+    seconds=1e-17,
+    kendall_low=-1.0,
+    kendall_high=0.75,
+)
+
+
+def test_scores_csv_has_these_bytes_in_the_order_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "scores.csv"
+    rows = [SCORE, replace(SCORE, score="a, b", layer=0, value=-0.0, standard_error=None)]
+    write_rows(path, HeadScore, rows)
+    assert path.read_bytes() == (
+        b"score,layer,head,value,standard_error\n"
+        b"fisher,4,11,0.30000000000000004,1e-17\n"
+        b'"a, b",0,11,-0.0,\n'
+    )
+    assert read_rows(path, HeadScore) == rows
+
+
+def test_agreement_csv_has_these_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "agreement.csv"
+    write_rows(path, ScoreAgreement, [AGREEMENT])
+    assert path.read_bytes() == (
+        b"score,spearman,ci_low,ci_high,kendall,top_k_overlap,sign_agreement,reliability,"
+        b"forward_equivalents,seconds,kendall_low,kendall_high\n"
+        b"gradient,0.30000000000000004,-0.25,0.3333333333333333,0.5,1.0,0.0,-0.0,"
+        b"3.0,1e-17,-1.0,0.75\n"
+    )
+    assert read_rows(path, ScoreAgreement) == [AGREEMENT]
+
+
+def test_no_rows_are_a_heading_alone(tmp_path: Path) -> None:
+    write_rows(tmp_path / "scores.csv", HeadScore, [])
+    assert (tmp_path / "scores.csv").read_text() == "score,layer,head,value,standard_error\n"
+    assert read_rows(tmp_path / "scores.csv", HeadScore) == []
+
+
+def test_floats_of_numpy_are_written_as_any_others(tmp_path: Path) -> None:
+    path = tmp_path / "scores.csv"
+    write_rows(path, HeadScore, [replace(SCORE, value=np.float64(0.25))])
+    assert path.read_text().splitlines()[1] == "fisher,4,11,0.25,1e-17"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("kind", "good", "field"),
+    [
+        (HeadScore, SCORE, "value"),
+        (HeadScore, SCORE, "standard_error"),
+        (ScoreAgreement, AGREEMENT, "spearman"),
+        (ScoreAgreement, AGREEMENT, "seconds"),
+    ],
+)
+def test_rows_that_are_not_finite_are_refused_by_file_and_column_and_nothing_is_written(
+    tmp_path: Path, number: float, kind: Any, good: Any, field: str
+) -> None:
+    path = tmp_path / "some.csv"
+    with pytest.raises(ValueError, match=rf"some\.csv: expected a finite {field} in every row"):
+        write_rows(path, kind, [good, replace(good, **{field: number})])
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("score,layer", "layer,score", "scores.csv: expected the columns score,layer,head,value"),
+        ("4,11", "4.5,11", "scores.csv, line 2: invalid literal for int"),
+        ("4,11", "4,11,12", "scores.csv, line 2: .*longer"),
+        ("0.30000000000000004", "", "scores.csv, line 2: could not convert string to float"),
+    ],
+)
+def test_a_damaged_scores_csv_is_refused_by_line(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "scores.csv"
+    write_rows(path, HeadScore, [SCORE])
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        read_rows(path, HeadScore)

@@ -65,7 +65,8 @@ def log_results(tracker: Tracker, directory: Path, **changes: Any) -> None:
     files = [directory / name for name in ("effects.csv", "summary.json")]
     for file in files:
         file.write_text(f"the content of {file.name}")
-    arguments = {"summary": SUMMARY, "rows": ROWS, "heatmap_png": heatmap, "files": files}
+    shown = {"tables": {"heads": changes.pop("rows", ROWS)}, "pictures": {"heatmap": heatmap}}
+    arguments = {"summary": SUMMARY, "files": files, **shown}
     hashes = {"weights_hash": "aa11", "tokens_hash": "bb22"}
     tracker.log_results(**{**arguments, **hashes, **changes})
 
@@ -264,7 +265,7 @@ def test_tracker_none_does_nothing_and_does_not_import_wandb(
     said: list[str] = []
     with open_track(tmp_path / "run", said.append, mode="none") as tracker:
         tracker.log_progress({"progress/heads_done": 1})
-        tracker.log_results({}, [], Path(), [], weights_hash="", tokens_hash="")
+        tracker.log_results({}, {}, {}, [], weights_hash="", tokens_hash="")
         assert tracker.run is None and tracker.sync_file is None
     assert said == [] and not (tmp_path / "run").exists()
 
@@ -275,7 +276,7 @@ def test_tracker_none_does_nothing_and_does_not_import_wandb(
         ({"summary": {"a": float("inf")}}, "expected a finite number for a, got inf"),
         ({"summary": {"a": np.float32("nan")}}, "expected a finite number for a, got nan"),
         ({"rows": [Effect(0, 0, float("nan"), "")]}, "finite number for effect_nats, got nan"),
-        ({"rows": []}, "expected one row for each head, got none"),
+        ({"rows": []}, "expected at least one row for each table, got none"),
         ({"rows": [ROWS[0], {"layer": 0, "head": 0}]}, "expected the columns"),
     ],
 )
@@ -297,6 +298,16 @@ def test_rows_may_be_dicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         log_results(tracker, tmp_path, rows=[{"layer": 2, "head": 5, "rank": 1}])
     table: Any = run.logged[0]["heads"]
     assert (table.columns, table.data) == (["name", "layer", "head", "rank"], [["L2H5", 2, 5, 1]])
+    assert said == []
+
+
+def test_a_table_that_is_not_of_heads_has_its_own_columns_only(monkeypatch, tmp_path) -> None:
+    run, said = FakeRun(), []
+    use_fake_wandb(monkeypatch, lambda **_: run)
+    with open_track(tmp_path, said.append) as tracker:
+        log_results(tracker, tmp_path, rows=[{"score": "fisher", "spearman": 0.5}])
+    table: Any = run.logged[0]["heads"]
+    assert (table.columns, table.data) == (["score", "spearman"], [["fisher", 0.5]])
     assert said == []
 
 

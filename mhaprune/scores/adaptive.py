@@ -1,8 +1,9 @@
 """Leave-one-out, measured only as long as a head's verdict is open.
 
 All windows get a prediction of every head's effect (`attribution`), and a random few a measurement.
-At each look the intervals are drawn again (`control_variates`); heads that they settle are left as
-they are, the others are measured on twice as many windows, until the windows end.
+At each look the intervals are drawn again (`control_variates`). Heads that they settle are left as
+they are, and so are heads too close to a threshold to be settled by all windows; the others are
+measured on twice as many windows, until the windows end.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from mhaprune.control_variates import is_settled, look_sizes, regression_effects
+from mhaprune.control_variates import is_out_of_reach, is_settled, look_sizes, regression_effects
 from mhaprune.heads import Head
 from mhaprune.scores.attribution import predict
 from mhaprune.scores.estimate import Estimate, Subject, spread
@@ -26,13 +27,15 @@ class Look:
     """What is known once the open heads were measured on `num_windows` windows.
 
     `ablated_nats` is NaN where a head was not measured.
-    `most_rows` is how many more windows go through the model if no other head settles.
+    `settled` heads have their verdict, `out_of_reach` ones will hardly get one on this text.
+    `most_rows` is how many more windows go through the model if all other heads stay open.
     """
 
     num_windows: int
     intact_nats: Float[np.ndarray, "window"]
     ablated_nats: Float[np.ndarray, "head window"]
     settled: Bool[np.ndarray, "head"]
+    out_of_reach: Bool[np.ndarray, "head"]
     most_rows: int
 
 
@@ -50,7 +53,7 @@ def measure_until_settled(
     critical_nats: float,
     seed: int,
 ) -> Iterator[Look]:
-    """Yield a look after each round of measuring, until all heads are settled or all windows used.
+    """Yield a look after each round of measuring, until no head is open or all windows are used.
 
     `intact_nats` and `predicted_nats` cover all windows (`attribution.predict`). Which windows come
     first is a random order from `seed`, the same for all heads. ValueError below 8 windows.
@@ -63,13 +66,15 @@ def measure_until_settled(
         seen = size
         intact, ablated = assemble(results, heads, len(order))
         intact = np.where(np.isnan(intact), intact_nats, intact)
-        effects, _ = regression_effects(
+        effects, regression = regression_effects(
             intact, ablated, predicted_nats, num_tokens, blocks, confidence=confidence
         )
-        settled = is_settled(effects, tolerance_nats, critical_nats)
-        open_heads = [head for head, done in zip(heads, settled, strict=True) if not done]
+        thresholds = tolerance_nats, critical_nats
+        settled = is_settled(effects, *thresholds)
+        hard = ~settled & is_out_of_reach(effects, regression, len(order), *thresholds)
+        open_heads = [head for head, done in zip(heads, settled | hard, strict=True) if not done]
         left = plan(open_heads, order[seen:], windows_per_unit) if open_heads else []
-        yield Look(size, intact, ablated, settled, num_rows(left))
+        yield Look(size, intact, ablated, settled, hard, num_rows(left))
         if not open_heads:
             return
 

@@ -61,7 +61,7 @@ class Estimate:
 
     value: Float[np.ndarray, "layer head"]
     standard_error: Float[np.ndarray, "layer head"] | None
-    forward_equivalents: float
+    forward_equivalents: int | float
 
     def at(self, heads: Sequence[Head]) -> Float[np.ndarray, "chosen"]:
         """Return the values of these heads, in their order."""
@@ -71,7 +71,7 @@ class Estimate:
 def estimate_rates(
     subject: Subject,
     nats: Float[np.ndarray, "layer head window"],
-    forward_equivalents: float,
+    forward_equivalents: int | float,
 ) -> Estimate:
     """Turn totals per window into nats per token: value = sum / tokens, as a ratio estimator.
 

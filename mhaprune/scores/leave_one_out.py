@@ -10,7 +10,7 @@ nothing but the unit, so that runs can stop, resume and be shared out.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,6 +42,10 @@ class Unit:
     def num_rows(self) -> int:
         """How many windows the model runs for it: the measure of its cost."""
         return max(1, len(self.heads)) * len(self.windows)
+
+    def stored(self, ablation: str) -> tuple[str, int | None, tuple[int, ...], tuple[int, ...]]:
+        """Return the unit as the store names it."""
+        return ablation, self.layer, self.heads, self.windows
 
 
 def plan(heads: Iterable[Head], windows: Sequence[int], windows_per_unit: int) -> list[Unit]:
@@ -90,7 +94,15 @@ def assemble(
     return intact, ablated
 
 
-def num_rows(units: Iterable[Unit]) -> int:
+@runtime_checkable
+class HasRows(Protocol):
+    """A unit of work."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+
+def num_rows(units: Iterable[HasRows]) -> int:
     """Return how many windows go through the model for these units."""
     return sum(unit.num_rows for unit in units)
 

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from micro import numpy_gpt2, numpy_nats, without_heads
+from micro import numpy_gpt2, numpy_nats, output_rows, without_heads
 from omegaconf import OmegaConf
 from tiny import tiny_gpt2, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 from experiments import rank_heads as program
-from mhaprune import measuring
+from mhaprune import measuring, ranking
 from mhaprune.config import CONF_DIR, RankHeadsConfig, run_program, validate
 from mhaprune.heads import Head, select_heads
 from mhaprune.stories import story_texts
@@ -273,6 +273,92 @@ def test_every_experiment_runs_on_a_tiny_model_and_text(run, place, experiment):
     assert effects_in(directory).keys() == set(HEADS)
 
 
+def test_the_summary_says_finished_so_it_is_written_last(
+    refused, run, place, tmp_path, monkeypatch
+):
+    def disk_is_full(*arguments: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranking, "save_png", disk_is_full)
+        assert refused(*place.arguments()) == "disk full"
+    written = {path.name for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert written == FILES - {"summary.json", "heatmap.png"}
+    assert json_in(tmp_path / "run", "manifest.json")["finished_utc"] is None
+    run(f"resume={tmp_path / 'run'}", name=None)
+    assert json_in(tmp_path / "run", "manifest.json")["finished_utc"]
+
+
+# ---- ranked by an estimate
+
+
+def scores_in(directory: Path) -> list[dict[str, str]]:
+    with (directory / "scores.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("engine", ["replay", "gating"])
+def test_ranking_by_gradient_writes_scores_and_no_effects(run, place, capsys, engine):
+    directory = run(*place.arguments(), "score=gradient", f"evaluation.engine={engine}")
+    names = {path.name for path in directory.iterdir() if path.is_file()}
+    assert names == {"scores.csv", "heatmap.png", "manifest.json", "summary.json"}
+    assert (directory / "heatmap.png").read_bytes().startswith(b"\x89PNG\r\n")
+    rows = scores_in(directory)
+    assert list(rows[0]) == ["score", "layer", "head", "value", "standard_error"]
+    assert {row["score"] for row in rows} == {"gradient"}
+    assert {Head(int(row["layer"]), int(row["head"])) for row in rows} == set(HEADS)
+    values = [float(row["value"]) for row in rows]
+    assert values == sorted(values, reverse=True) and values[-1] > 0
+    assert all(float(row["standard_error"]) > 0 for row in rows)
+    assert json_in(directory, "summary.json") == {
+        "score/name": "gradient",
+        "score/forward_equivalents": 3,
+        "heads/num_measured": 8,
+    }
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    top = lines.index("Highest by gradient, of 8 heads")
+    shown = [line.split()[1] for line in lines[top + 2 : top + 10]]
+    assert shown == [f"L{row['layer']}H{row['head']}" for row in rows]
+    assert max(map(len, lines[top : top + 10])) <= 80
+
+
+def test_the_slope_by_a_gate_is_that_of_finite_differences(run, place):
+    """Scaling a head's rows of W_O by 1 +- 0.01, window by window."""
+    rows = scores_in(run(*place.arguments(), "score=gradient", "heads=[L1H2,L0H1]"))
+    windows = windows_of(place.ids("evaluation.txt"))[:NUM_WINDOWS]
+    for row in rows:
+        losses = []
+        for scale in (1.01, 0.99):
+            model = make_model().double()
+            output_rows(model, Head(int(row["layer"]), int(row["head"]))).mul_(scale)
+            losses.append([loss_of(model, [window]) for window in windows])
+        slopes = np.subtract(*losses) / 0.02
+        assert float(row["value"]) == pytest.approx(np.abs(slopes).mean(), rel=2e-3)
+
+
+def test_a_sweep_over_scores_gives_each_its_own_directory(run, place, tmp_path):
+    scores = ["gradient", "fisher", "attribution", "shapley"]
+    sweep = ["-m", f"score={','.join(scores)}", "hydra.sweep.dir=sweep"]
+    run(*sweep, *place.arguments(4, "heads=[L0H*]"), name=None)
+    jobs = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
+    found = [{row["score"] for row in scores_in(job)} for job in jobs]
+    assert found == [{score} for score in scores]
+    assert all(len(scores_in(job)) == 4 for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["score=nope"], "score=nope is not one of activation_norm, attribution, fisher, "),
+        (["score.name=nope"], "score 'nope' is not one of leave_one_out, adaptive, gradient, "),
+        (["+score.options.n=1"], "score leave_one_out has no option 'n'; it has windows_per_unit"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_score_that_does_not_exist_is_told_in_one_line(refused, place, arguments, line):
+    assert refused(*place.arguments(), *arguments).startswith(line)
+
+
 # ---- measured adaptively
 
 ADAPTIVE = ("evaluation=adaptive", "heads=[L0H*,L1H0]")
@@ -503,18 +589,6 @@ def test_calibrating_on_the_evaluation_text_is_refused(refused, place):
 # ---- what is shown
 
 
-@pytest.fixture
-def tracked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Real, offline W&B, without settings from outside."""
-    import wandb
-
-    for variable in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    yield
-    wandb.teardown()
-
-
 def wandb_records(directory: Path, kind: str) -> list[dict[str, Any]]:
     """What the run's only W&B file says under `kind`."""
     [file] = directory.glob("wandb/offline-run-*/run-*.wandb")
@@ -554,7 +628,7 @@ def test_a_run_that_fails_is_marked_failed_in_w_and_b(refused, place, tmp_path, 
     def out_of_memory(*arguments: Any) -> None:
         raise ValueError("no memory")
 
-    monkeypatch.setattr(program, "measure_losses", out_of_memory)
+    monkeypatch.setattr(ranking, "measure_losses", out_of_memory)
     assert refused(*place.arguments(), "tracker=offline") == "no memory"
     [closed] = wandb_records(tmp_path / "run", "exit")
     assert closed["exit_code"] == 1

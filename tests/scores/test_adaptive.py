@@ -8,9 +8,12 @@ import pytest
 
 from mhaprune.control_variates import regression_effects
 from mhaprune.heads import Head
-from mhaprune.scores.adaptive import Look, measure_until_settled
-from mhaprune.scores.leave_one_out import Unit
+from mhaprune.scores.adaptive import Look, leave_one_out_adaptively, measure_until_settled
+from mhaprune.scores.leave_one_out import Unit, leave_one_out
 from mhaprune.statistics import verdicts
+from mhaprune.windows import make_windows
+from tests.micro import tiny_model
+from tests.subjects import IDS, KINDS, make_subject
 
 NUM_WINDOWS, SEED = 100, 3
 LOOKS = [16, 32, 64, 100]
@@ -22,7 +25,7 @@ SETTLED_AT = {  # mean effect and its spread over windows, nats per token -> the
     Head(1, 2): ((0.03, 0.001), 16),  # useful
     Head(2, 0): ((0.0, 0.013), 32),
     Head(2, 1): ((0.06, 0.02), 64),
-    Head(3, 3): ((0.01, 0.02), None),  # at the tolerance: never
+    Head(3, 3): ((0.015, 0.02), None),  # near the tolerance: never
 }
 HEADS = list(SETTLED_AT)
 
@@ -136,6 +139,35 @@ def test_the_last_look_has_used_all_windows_where_a_head_stays_open(model):
     assert last.most_rows == 0
 
 
+@pytest.mark.parametrize("threshold", [-TOLERANCE, TOLERANCE, CRITICAL])
+def test_a_head_at_a_threshold_is_given_up_and_not_called_settled(monkeypatch, threshold):
+    head = Head(3, 3)
+    monkeypatch.setitem(SETTLED_AT, head, ((threshold, 0.02), None))
+    model, n = make_model(), HEADS.index(head)
+    looks = model.looks()
+    assert [look.num_windows for look in looks] == [16, 32, 64]  # all others have settled by then
+    assert [look.out_of_reach[n] for look in looks] == [False, False, True]
+    assert not any(look.settled[n] for look in looks)
+    assert model.windows_asked_for(head) == [order()[:16], order()[16:32], order()[32:64]]
+    last = looks[-1]
+    assert last.most_rows == 0
+    assert last.out_of_reach.sum() == 1
+    assert (last.settled != last.out_of_reach).all()
+    assert np.isfinite(last.ablated_nats[n]).sum() == 64
+
+
+def test_a_head_that_is_given_up_is_not_asked_for_while_others_go_on(monkeypatch):
+    monkeypatch.setitem(SETTLED_AT, Head(2, 1), ((CRITICAL, 0.02), None))
+    model, given_up, still_open = make_model(), HEADS.index(Head(2, 1)), HEADS.index(Head(3, 3))
+    looks = model.looks()
+    assert [look.num_windows for look in looks] == LOOKS
+    assert [look.out_of_reach[given_up] for look in looks] == [False, False, True, True]
+    assert not any(look.out_of_reach[still_open] or look.settled[still_open] for look in looks)
+    assert model.windows_asked_for(Head(2, 1))[-1] == []
+    assert model.windows_asked_for(Head(3, 3))[-1] == order()[64:]
+    assert looks[2].most_rows == 2 * 36  # of the head that is still open, and intact
+
+
 def test_once_all_heads_are_settled_nothing_more_is_measured():
     model = make_model([head for head, (_, look) in SETTLED_AT.items() if look and look <= 32])
     looks = model.looks()
@@ -207,3 +239,27 @@ def test_fewer_than_8_windows_are_refused_before_any_is_asked_for():
     with pytest.raises(ValueError, match="adaptive measuring takes at least 8 windows, got 7"):
         model.looks()
     assert model.asked == []
+
+
+# ---- the score
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [(Head(1, 3), Head(0, 0)), (Head(0, 0), Head(1, 1), Head(1, 3))])
+def test_with_all_windows_measured_the_score_is_that_of_leave_one_out(heads, kind):
+    subject = make_subject(tiny_model("gpt2").double(), kind, heads=heads)
+    found, expected = leave_one_out_adaptively(subject), leave_one_out(subject)
+    np.testing.assert_allclose(found.value, expected.value, rtol=1e-6, atol=1e-9)
+    assert found.forward_equivalents == 3 + 1 + len(heads)
+
+
+def test_the_score_of_heads_that_settle_early_costs_less_and_is_within_its_error():
+    windows = tuple(make_windows(len(IDS), context_length=8, stride=2))
+    assert len(windows) == 27
+    subject = make_subject(tiny_model("gpt2").double(), windows=windows)
+    found = leave_one_out_adaptively(subject, tolerance_nats=10.0, critical_nats=20.0)
+    expected = leave_one_out(subject)
+    assert found.forward_equivalents == pytest.approx(3 + 16 * (1 + 8) / 27)
+    assert found.standard_error is not None
+    away = abs(found.value - expected.value)
+    assert (away > 1e-6).all() and (away < 4 * found.standard_error).all()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from mhaprune.gating import gate_heads
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.scores import estimate
-from mhaprune.scores.attribution import predict
-from mhaprune.scores.leave_one_out import Ablation, Donors, Unit, measure, plan
+from mhaprune.scores.attribution import attribution, predict
+from mhaprune.scores.estimate import Subject
+from mhaprune.scores.leave_one_out import Ablation, Donors, Unit, leave_one_out, measure, plan
 from mhaprune.windows import Window, make_windows
-from tests.micro import micro_gpt2, tiny_model
+from tests.micro import double_model, micro_gpt2, output_rows, tiny_model
 
 IDS = torch.randint(64, (40,), generator=torch.Generator().manual_seed(4))
 WINDOWS = make_windows(len(IDS), context_length=12, stride=7)  # 5 windows, the last scores 6
@@ -26,21 +26,6 @@ DONORS = Donors(IDS.flip(0), (Window(0, 13, 1), Window(4, 20, 5), Window(20, 34,
 KINDS = ("zero", "constant", "donors")
 FLOAT32 = 1e-6  # relative; the gate, and so its gradient, is kept in float32
 STEP = 1e-5
-
-
-def double_model(model_type: str):
-    """A tiny model all in float64; Llama's norms otherwise go through float32, whatever comes."""
-    model = tiny_model(model_type).double()
-
-    def norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        mean_square = x.square().mean(-1, keepdim=True)
-        return module.get_parameter("weight") * x * (mean_square + 1e-6).rsqrt()
-
-    for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            assert module.variance_epsilon == 1e-6
-            module.forward = partial(norm, module)
-    return model
 
 
 def make_ablation(model, kind: str) -> Ablation:
@@ -107,6 +92,28 @@ def test_an_effect_too_small_to_bend_the_loss_is_predicted_as_it_is_measured(kin
             assert unit.layer is not None
             predicted = [found[Head(unit.layer, head), window] for window in unit.windows]
             assert predicted == pytest.approx(row, rel=1e-3, abs=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_score_of_such_effects_is_the_measured_one_with_its_standard_error(kind):
+    model = tiny_model("gpt2").double()
+    for head in HEADS:
+        output_rows(model, head).mul_(1e-6)
+    ablation = make_ablation(model, kind)
+    subject = Subject(model, IDS, tuple(WINDOWS), tuple(HEADS), ablation, rows_per_batch=3)
+    predicted, measured = attribution(subject), leave_one_out(subject)
+    assert predicted.value == pytest.approx(measured.value, rel=1e-3, abs=1e-11)
+    assert predicted.standard_error == pytest.approx(measured.standard_error, rel=1e-3, abs=1e-11)
+    assert abs(measured.value).min() > 1e-9
+
+
+def test_the_score_is_the_sum_of_the_predictions_over_the_tokens():
+    model = tiny_model("gpt2").double()
+    found = predictions(model, plan(HEADS, range(len(WINDOWS)), 2))
+    score = attribution(Subject(model, IDS, tuple(WINDOWS), tuple(HEADS)))
+    for head in HEADS:
+        total = sum(found[head, window] for window in range(len(WINDOWS)))
+        assert score.value[head.layer, head.head] == pytest.approx(total / 39, rel=FLOAT32)
 
 
 def test_on_the_micro_model_the_slope_is_the_one_on_paper():

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from mhaprune.baselines import mean_z
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
-from mhaprune.scores.leave_one_out import Donors, Unit, assemble, measure, plan
+from mhaprune.scores.estimate import Subject
+from mhaprune.scores.leave_one_out import Donors, Unit, assemble, leave_one_out, measure, plan
 from mhaprune.windows import Window, make_windows
 from tests.micro import micro_gpt2, numpy_gpt2, numpy_nats, tiny_model, without_heads
+from tests.subjects import assert_same_estimate
 
 IDS = torch.randint(64, (40,), generator=torch.Generator().manual_seed(4))
 WINDOWS = make_windows(len(IDS), context_length=12, stride=7)  # 5 windows, the last scores 6
@@ -215,3 +217,34 @@ def test_a_short_donor_of_another_units_windows_does_no_harm():
     assert found == pytest.approx(
         losses(tiny_model("gpt2"), [unit], Donors(IDS, donors.windows[:1]))
     )
+
+
+# ---- the score
+
+
+@pytest.mark.parametrize("engine", ["gating", "replay"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_the_score_is_the_loss_without_the_head_less_the_loss_with_it(model_type, engine):
+    model, heads = tiny_model(model_type).double(), (Head(1, 3), Head(0, 1), Head(0, 2))
+    found = leave_one_out(Subject(model, IDS, tuple(WINDOWS), heads, None, 8, engine))
+    tokens = np.array([window.num_scored for window in WINDOWS])
+    intact = np.array([cross_entropy(model, window) for window in WINDOWS])
+    for head in heads:
+        ablated = without_heads(model, [head])
+        effects = np.array([cross_entropy(ablated, window) for window in WINDOWS]) - intact
+        effect = effects.sum() / tokens.sum()
+        error = math.sqrt(5 * (effects - effect * tokens).var(ddof=1)) / tokens.sum()
+        assert found.value[head.layer, head.head] == pytest.approx(effect, rel=1e-4, abs=1e-6)
+        assert found.standard_error is not None
+        assert found.standard_error[head.layer, head.head] == pytest.approx(error, rel=1e-3)
+    assert np.isnan(found.value).sum() == 5
+
+
+@pytest.mark.parametrize("ablation", ["zero", "mean", "resample"])
+def test_the_score_does_not_depend_on_how_the_windows_are_cut_into_units(ablation):
+    model = tiny_model("gpt2").double()
+    mean = mean_z(model, IDS, WINDOWS, rows_per_batch=2)
+    ablation = {"zero": None, "mean": mean, "resample": DONORS}[ablation]
+    subject = Subject(model, IDS, tuple(WINDOWS), tuple(HEADS), ablation)
+    few, many = (leave_one_out(subject, windows_per_unit=size) for size in (1, 5))
+    assert_same_estimate(few, many, rtol=1e-9)

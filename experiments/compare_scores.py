@@ -1,0 +1,93 @@
+"""Which score should one use? Judge every estimate of a head's importance by the measured effect.
+
+python experiments/compare_scores.py                                  # the demo model, no network
+python experiments/compare_scores.py model=gpt2 dataset=wikitext2 'heads=[L4H*,L10H*]'
+python experiments/compare_scores.py '~scores.shapley' evaluation=quick
+
+Scores are computed on calibration text, effects measured on evaluation text.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from mhaprune.architectures import head_shape
+from mhaprune.config import CompareScoresConfig, plain, run_program
+from mhaprune.console import print_agreement, print_files, progress, quiet_third_parties, say
+from mhaprune.heads import select_heads
+from mhaprune.manifest import hide_private
+from mhaprune.measuring import measure_losses
+from mhaprune.report import cost_against_agreement, save_png, score_scatter
+from mhaprune.results import ScoreAgreement, write_json, write_rows
+from mhaprune.runs import keep_manifest, prepare
+from mhaprune.scoring import (
+    agreement_row,
+    check_scores,
+    compute_score,
+    conclude,
+    make_subject,
+    on_calibration_text,
+    write_scores,
+)
+from mhaprune.tracking import track
+
+
+def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
+    """Compute the scores, measure the effects, and write how well they agree."""
+    quiet_third_parties()
+    console = Console()
+    check_scores(config.scores)
+    prepared = prepare(config)
+    shape = head_shape(prepared.loaded.model)
+    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    top_k = config.top_k or max(1, len(heads) // 4)
+    say(console, f"Protocol: {prepared.protocol}")
+    keep_manifest(directory, config, prepared, finished=False)
+    with track(
+        **plain(config.tracker),
+        job_type="compare_scores",
+        config=hide_private(plain(config)),
+        directory=directory,
+        say=lambda line: say(console, line),
+    ) as tracker:
+        with progress(console, f"measuring {len(heads)} heads") as advance:
+            losses = measure_losses(prepared, heads, config, directory, advance)
+        delta_nats = losses.ablated_nats - losses.intact_nats
+        subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
+        scored = []
+        with progress(console, f"{len(config.scores)} scores") as advance:
+            advance(0, len(config.scores))
+            for name, options in config.scores.items():
+                scored.append(compute_score(name, options, subject))
+                say(console, f"{name}: {scored[-1].seconds:.1f} s")
+                advance(1)
+        sample = delta_nats, prepared.num_tokens, prepared.blocks
+        rows = [agreement_row(one, heads, *sample, config, top_k) for one in scored]
+        summary = {"compare/conclusion": conclude(rows), "compare/num_heads": len(heads)}
+        summary |= {f"compare/{row.score}/spearman": row.spearman for row in rows}
+        estimates = {one.name: one.whole for one in scored}
+        by_head = write_scores(directory, estimates, heads, "")
+        write_rows(directory / "agreement.csv", ScoreAgreement, rows)
+        effects = delta_nats.sum(1) / prepared.num_tokens.sum()
+        values = {name: estimate.at(heads) for name, estimate in estimates.items()}
+        save_png(score_scatter(values, effects), directory / "scatter.png")
+        passes = {row.score: row.forward_equivalents for row in rows}
+        spearman = {row.score: (row.spearman, row.ci_low, row.ci_high) for row in rows}
+        save_png(cost_against_agreement(passes, spearman), directory / "cost.png")
+        write_json(directory / "summary.json", summary)
+        keep_manifest(directory, config, prepared, finished=True)
+        tracker.log_results(
+            summary,
+            {"agreement": rows, "scores": by_head},
+            {name: directory / f"{name}.png" for name in ("scatter", "cost")},
+            [directory / name for name in ("scores.csv", "agreement.csv", "summary.json")],
+            weights_hash=prepared.loaded.weights_hash,
+            tokens_hash=prepared.tokens.hash,
+        )
+    print_agreement(console, rows, config.evaluation.confidence)
+    say(console, conclude(rows))
+    print_files(console, directory)
+
+
+if __name__ == "__main__":
+    run_program(compare_scores, CompareScoresConfig, "compare_scores")

@@ -1,0 +1,100 @@
+"""How many heads can go? Prune in several orders and draw perplexity against heads removed.
+
+python experiments/prune_heads.py                                  # the demo model, no network
+python experiments/prune_heads.py pruning=greedy                   # greedy backward elimination
+python experiments/prune_heads.py pruning.pairs=28                 # which heads stand in for others
+python experiments/prune_heads.py export.dir=pruned export.max_increase=0.05
+
+Orders come from calibration text, curves from evaluation text.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from mhaprune.architectures import head_shape
+from mhaprune.config import PruneHeadsConfig, plain, run_program
+from mhaprune.console import (
+    print_files,
+    print_removable,
+    print_savings,
+    progress,
+    quiet_third_parties,
+    say,
+)
+from mhaprune.curves import (
+    curve_points,
+    make_orders,
+    measure_curves,
+    measure_interactions,
+    removable_rows,
+    summarize,
+    write_curves,
+)
+from mhaprune.exporting import check_export, export_pruned, look_at_pruned
+from mhaprune.heads import select_heads
+from mhaprune.manifest import hide_private
+from mhaprune.measuring import Measurer
+from mhaprune.results import Saving, write_json, write_rows
+from mhaprune.runs import keep_manifest, prepare
+from mhaprune.scoring import check_scores, make_subject, on_calibration_text
+from mhaprune.store import MeasurementStore
+from mhaprune.tracking import track
+
+
+def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
+    """Draw the pruning curves and, if asked to, export a pruned model."""
+    quiet_third_parties()
+    console = Console()
+    for ordering in config.pruning.orderings.values():
+        check_scores({ordering.score: ordering.options})
+    check_export(config)
+    prepared = prepare(config)
+    shape = head_shape(prepared.loaded.model)
+    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    say(console, f"Protocol: {prepared.protocol}")
+    keep_manifest(directory, config, prepared, finished=False)
+    with track(
+        **plain(config.tracker),
+        job_type="prune_heads",
+        config=hide_private(plain(config)),
+        directory=directory,
+        say=lambda line: say(console, line),
+    ) as tracker:
+        subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
+        with progress(console, "orders"):
+            orders = make_orders(config, prepared, subject, lambda line: say(console, line))
+        with (
+            MeasurementStore(directory / "measurements.jsonl") as store,
+            progress(console, f"{len(orders)} curves") as advance,
+        ):
+            measurer = Measurer(prepared, heads, config, store, advance)
+            curves = measure_curves(orders, measurer, config)
+            together = measure_interactions(config, orders[0].heads, measurer)
+            savings, healed = look_at_pruned(config, prepared, curves, measurer)
+            curves += healed
+        summary = summarize(curves)
+        title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
+        pictures = write_curves(directory, curves, together, title)
+        if savings:
+            write_rows(directory / "savings.csv", Saving, savings)
+        write_json(directory / "summary.json", summary)
+        keep_manifest(directory, config, prepared, finished=True)
+        tables = {"curve": curve_points(curves), "interactions": together, "savings": savings}
+        tracker.log_results(
+            summary,
+            {name: rows for name, rows in tables.items() if rows},
+            pictures,
+            [*directory.glob("*.csv"), directory / "summary.json", directory / "manifest.json"],
+            weights_hash=prepared.loaded.weights_hash,
+            tokens_hash=prepared.tokens.hash,
+        )
+    if savings:
+        print_savings(console, savings)
+    print_removable(console, removable_rows(curves))
+    export_pruned(config, prepared, curves, measurer.ablation, directory, lambda x: say(console, x))
+    print_files(console, directory)
+
+
+if __name__ == "__main__":
+    run_program(prune_heads, PruneHeadsConfig, "prune_heads")

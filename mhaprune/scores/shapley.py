@@ -1,0 +1,55 @@
+"""Shapley values of the heads: a head's marginal effect, averaged over orders of switching off.
+
+    value_h = E over orders [L(heads before h and h off) - L(heads before h off)]
+
+so that the values sum to L(all off) - L(all on). Held and Yang 2023, arXiv 2210.05709. Orders come
+in antithetic pairs: each random order and its reverse (Mitchell et al. 2022, arXiv 2104.12199).
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from mhaprune.gating import gate_heads
+from mhaprune.perplexity import row_nats, window_batch
+from mhaprune.scores.estimate import Estimate, Subject, baseline_of, estimate_rates, spread
+
+
+def shapley(subject: Subject, *, orders_per_window: int = 2) -> Estimate:
+    """Return each head's Shapley value in nats per token; the players are `subject.heads`.
+
+    Every window gets `orders_per_window` orders of its own, in antithetic pairs: drawing new orders
+    averages over orders and windows at once, and the standard error over windows covers both.
+    Raises ValueError for an odd number of orders.
+    """
+    if orders_per_window < 2 or orders_per_window % 2:
+        raise ValueError(f"orders come in pairs: expected 2, 4, ..., got {orders_per_window}")
+    num_heads = len(subject.heads)
+    generator = np.random.default_rng(subject.seed)
+    nats = np.zeros((num_heads, len(subject.windows)))
+    for number in range(len(subject.windows)):
+        for _ in range(orders_per_window // 2):
+            order = generator.permutation(num_heads)
+            for one in (order, order[::-1]):
+                nats[one, number] += np.diff(_losses_on_the_way(subject, number, one))
+    per_order = spread(subject, nats / orders_per_window)
+    return estimate_rates(subject, per_order, orders_per_window * (num_heads + 1))
+
+
+def _losses_on_the_way(
+    subject: Subject, number: int, order: Int[np.ndarray, "head"]
+) -> Float[np.ndarray, "steps"]:
+    """Return a window's loss with no head off, then the first of the order, the first two, ..."""
+    model, device = subject.model, subject.model.device
+    inputs, targets = window_batch(subject.ids, [subject.windows[number]])
+    baseline = baseline_of(model, subject.ablation, [number], inputs.shape[1])
+    gate = torch.ones(len(order) + 1, subject.shape.num_layers, subject.shape.num_heads)
+    for step, index in enumerate(order, start=1):
+        head = subject.heads[index]
+        gate[step:, head.layer, head.head] = 0
+    losses = []
+    for some in gate.split(subject.rows_per_batch):
+        with gate_heads(model, some.to(device), baseline):
+            rows = [batch.expand(len(some), -1) for batch in (inputs, targets)]
+            losses.append(row_nats(model, *rows).numpy())
+    return np.concatenate(losses)

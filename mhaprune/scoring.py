@@ -1,0 +1,208 @@
+"""Scores of heads on a run's texts: computed, timed and compared with the measured effects."""
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from rich.console import Console
+
+from mhaprune.agreement import rank_agreement, reliability
+from mhaprune.baselines import Donors
+from mhaprune.config import MeasureConfig, RankHeadsConfig
+from mhaprune.console import print_scores, progress
+from mhaprune.heads import Head
+from mhaprune.measuring import choose_engine, prepare_ablation, rows_at_once
+from mhaprune.report import save_png, score_heatmap
+from mhaprune.results import HeadScore, ScoreAgreement, write_rows
+from mhaprune.runs import Prepared
+from mhaprune.scores.catalogue import SCORES
+from mhaprune.scores.estimate import Estimate, Subject
+
+REFERENCE = ("leave_one_out", "adaptive")  # measure the effect instead of estimating it
+CHEAP_PASSES = 5
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A score of all heads, the same from each half of the windows, and what the whole cost."""
+
+    name: str
+    whole: Estimate
+    halves: tuple[Estimate, Estimate]
+    seconds: float
+
+
+def check_scores(scores: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for a score or an option that does not exist."""
+    for name, options in scores.items():
+        if name not in SCORES:
+            raise ValueError(f"score {name!r} is not one of {', '.join(SCORES)}")
+        known = list(inspect.signature(SCORES[name]).parameters)[1:]
+        for option in options:
+            if option not in known:
+                raise ValueError(
+                    f"score {name} has no option {option!r}; it has {', '.join(known) or 'none'}"
+                )
+
+
+def make_subject(prepared: Prepared, heads: Sequence[Head], config: MeasureConfig) -> Subject:
+    """Return the heads on the evaluation text, against the ablation that is configured."""
+    rows = rows_at_once(prepared, config.evaluation)
+    return Subject(
+        prepared.loaded.model,
+        prepared.tokens.ids,
+        prepared.windows,
+        tuple(heads),
+        prepare_ablation(prepared, heads, config, rows),
+        rows,
+        choose_engine(prepared, config.evaluation),
+        config.seed,
+    )
+
+
+def on_calibration_text(subject: Subject, prepared: Prepared) -> Subject:
+    """Return the same question about the calibration text."""
+    windows = prepared.calibration_windows
+    if len(windows) < 4:
+        raise ValueError(
+            f"comparing scores takes at least 4 calibration windows, got {len(windows)}; raise "
+            f"evaluation.calibration_windows or use a longer calibration text"
+        )
+    return _with_own_donors(replace(subject, ids=prepared.calibration.ids, windows=windows))
+
+
+def _with_own_donors(subject: Subject) -> Subject:
+    """Let each window's donor, if ablation takes donors, be the window after it: never itself."""
+    if not isinstance(subject.ablation, Donors):
+        return subject
+    windows = subject.windows
+    return replace(subject, ablation=Donors(subject.ids, (*windows[1:], windows[0])))
+
+
+def compute_score(name: str, options: Mapping[str, Any], subject: Subject) -> Scored:
+    """Compute a score on all windows, and once more on every other one and on the rest.
+
+    The halves get seeds of their own, so that a random score does not agree with itself.
+    """
+    start = time.perf_counter()
+    whole = SCORES[name](subject, **options)
+    seconds = time.perf_counter() - start
+    even, odd = (
+        replace(subject, windows=subject.windows[first::2], seed=subject.seed + 1 + first)
+        for first in (0, 1)
+    )
+    halves = tuple(SCORES[name](_with_own_donors(half), **options) for half in (even, odd))
+    return Scored(name, whole, (halves[0], halves[1]), seconds)
+
+
+def score_rows(name: str, estimate: Estimate, heads: Sequence[Head]) -> list[HeadScore]:
+    """Return a row for each head, in the order of the heads."""
+    error = estimate.standard_error
+    return [
+        HeadScore(
+            score=name,
+            layer=head.layer,
+            head=head.head,
+            value=float(estimate.value[head.layer, head.head]),
+            standard_error=None if error is None else float(error[head.layer, head.head]),
+        )
+        for head in heads
+    ]
+
+
+def write_scores(
+    directory: Path, scored: Mapping[str, Estimate], heads: Sequence[Head], title: str
+) -> list[HeadScore]:
+    """Write scores.csv, most important head first, and for a single score its heatmap."""
+    rows = [row for name, one in scored.items() for row in score_rows(name, one, heads)]
+    rows.sort(key=lambda row: (list(scored).index(row.score), -row.value))
+    write_rows(directory / "scores.csv", HeadScore, rows)
+    if len(scored) == 1:
+        [(name, one)] = scored.items()
+        save_png(score_heatmap(one.value, title, name), directory / "heatmap.png")
+    return rows
+
+
+def score_and_rank(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: RankHeadsConfig,
+    directory: Path,
+    console: Console,
+) -> tuple[dict[str, Any], Sequence[HeadScore], Callable[[], None]]:
+    """Rank by an estimate: scores.csv. Returns summary, rows and what prints them."""
+    name, options = config.score.name, config.score.options
+    with progress(console, f"{name} of {len(heads)} heads"):
+        estimate = SCORES[name](make_subject(prepared, heads, config), **options)
+    title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
+    rows = write_scores(directory, {name: estimate}, heads, title)
+    summary = {"score/name": name, "score/forward_equivalents": estimate.forward_equivalents}
+    return summary | {"heads/num_measured": len(heads)}, rows, lambda: print_scores(console, rows)
+
+
+def agreement_row(
+    scored: Scored,
+    heads: Sequence[Head],
+    delta_nats: Float[np.ndarray, "head window"],
+    num_tokens: Int[np.ndarray, "window"],
+    blocks: Int[np.ndarray, "window"],
+    config: MeasureConfig,
+    top_k: int,
+) -> ScoreAgreement:
+    """Judge a score by the measured effects of the heads on the evaluation text."""
+    found = rank_agreement(
+        *(scored.whole.at(heads), delta_nats, num_tokens, blocks),
+        top_k=top_k,
+        confidence=config.evaluation.confidence,
+        seed=config.seed,
+    )
+    first, second = (half.at(heads) for half in scored.halves)
+    return ScoreAgreement(
+        score=scored.name,
+        spearman=found.spearman,
+        ci_low=found.ci_low,
+        ci_high=found.ci_high,
+        kendall=found.kendall,
+        top_k_overlap=found.top_k_overlap,
+        sign_agreement=found.sign_agreement,
+        reliability=reliability(first, second),
+        forward_equivalents=float(scored.whole.forward_equivalents),
+        seconds=scored.seconds,
+        kendall_low=found.kendall_low,
+        kendall_high=found.kendall_high,
+    )
+
+
+def conclude(rows: Sequence[ScoreAgreement]) -> str:
+    """Say in one line which score to use when.
+
+    A cheap score takes at most 5 forward passes over the text. A score is of use if the interval of
+    its Spearman correlation lies above 0.
+    """
+    estimates = [row for row in rows if row.score not in (*REFERENCE, "random")]
+    useful = sorted((row for row in estimates if row.ci_low > 0), key=lambda row: -row.spearman)
+    cheap = [row for row in useful if row.forward_equivalents <= CHEAP_PASSES]
+    measured = [row for row in rows if row.score in REFERENCE]
+    parts = []
+    if cheap:
+        parts.append(f"at a glance use {_praise(cheap[0])}")
+    if useful and useful[0] not in cheap[:1]:
+        parts.append(f"with more time {_praise(useful[0])}")
+    if not useful:
+        parts.append("no estimate agrees with the measured effects beyond chance")
+    if measured:
+        parts.append(f"to be sure measure: {_praise(max(measured, key=lambda row: row.spearman))}")
+    line = "; ".join(parts)
+    return line[0].upper() + line[1:]
+
+
+def _praise(row: ScoreAgreement) -> str:
+    return (
+        f"{row.score} (Spearman {row.spearman:.2f} [{row.ci_low:.2f}, {row.ci_high:.2f}], "
+        f"{row.forward_equivalents:.0f} passes)"
+    )

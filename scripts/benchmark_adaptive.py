@@ -1,0 +1,101 @@
+"""Adaptive measuring beside exhaustive measuring of the same heads, and how the cost grows."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from mhaprune.architectures import head_shape
+from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.heads import Head, select_heads
+from mhaprune.measuring import measure_losses
+from mhaprune.ranking import rank
+from mhaprune.runs import Prepared, prepare
+
+
+def make_config(overrides: Sequence[str]) -> RankHeadsConfig:
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return validate(compose("rank_heads", list(overrides)), RankHeadsConfig)
+
+
+def timed_verdicts(
+    prepared: Prepared, heads: Sequence[Head], config: RankHeadsConfig, sampling: str
+) -> tuple[float, dict[Head, str], float]:
+    """Seconds for a whole measurement, each head's verdict, and the share of windows it took."""
+    config = replace(config, evaluation=replace(config.evaluation, sampling=sampling))
+    rows = {"done": 0, "left": 0}
+
+    def advance(amount: int, left: int | None = None) -> None:
+        rows["done"] += amount
+        rows["left"] = rows["left"] - amount if left is None else left
+        whole = rows["done"] + rows["left"]
+        print(f"\r{sampling}: {rows['done']} of {whole}", end="", file=sys.stderr, flush=True)
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        losses = measure_losses(prepared, heads, config, Path(directory), advance)
+        ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
+    seconds = time.perf_counter() - start
+    print(file=sys.stderr)
+    verdict_of = {Head(row.layer, row.head): row.verdict for row in ranking.rows}
+    return seconds, verdict_of, float(ranking.summary["heads/share_of_windows"])
+
+
+def measure_adaptive(overrides: Sequence[str]) -> dict[str, float]:
+    """Compare both ways to the same verdicts, on what `rank_heads` would run with `overrides`."""
+    config = make_config([*overrides, "tracker=none"])
+    prepared = prepare(config)
+    shape = head_shape(prepared.loaded.model)
+    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    exhaustive, verdict_of, _ = timed_verdicts(prepared, heads, config, "exhaustive")
+    adaptive, adaptive_verdict_of, share = timed_verdicts(prepared, heads, config, "adaptive")
+    settled = [
+        head
+        for head in heads
+        if "undetermined" not in (verdict_of[head], adaptive_verdict_of[head])
+    ]
+    same = sum(verdict_of[head] == adaptive_verdict_of[head] for head in settled)
+    return {
+        "adaptive.num_heads": len(heads),
+        "adaptive.num_windows": len(prepared.windows),
+        "adaptive.exhaustive_seconds": exhaustive,
+        "adaptive.adaptive_seconds": adaptive,
+        "adaptive.exhaustive_over_adaptive": exhaustive / adaptive,
+        "adaptive.share_of_windows": share,
+        "adaptive.num_settled_by_exhaustive": count_settled(verdict_of),
+        "adaptive.num_settled_by_adaptive": count_settled(adaptive_verdict_of),
+        "adaptive.num_settled_by_both": len(settled),
+        "adaptive.verdict_agreement": same / len(settled) if settled else 1.0,
+    }
+
+
+def count_settled(verdict_of: dict[Head, str]) -> int:
+    return sum(verdict != "undetermined" for verdict in verdict_of.values())
+
+
+def measure_growth() -> dict[str, list[tuple[int, float]]]:
+    """Seconds on the demo model against the number of windows, and against that of heads."""
+    config = make_config(["tracker=none"])
+    prepared = prepare(config)
+    every = [Head(layer, head) for layer in range(4) for head in range(8)]
+
+    def seconds(heads: Sequence[Head], num_windows: int) -> float:
+        few = replace(prepared, windows=prepared.windows[:num_windows])
+        with tempfile.TemporaryDirectory() as directory:
+            start = time.perf_counter()
+            measure_losses(few, heads, config, Path(directory), lambda amount, left=None: None)
+            return time.perf_counter() - start
+
+    seconds(every, 4)
+    return {
+        "windows": [(n, seconds(every, n)) for n in (8, 16, 32, 64)],
+        "heads": [(4 * n, seconds(_spread(n), 16)) for n in (1, 2, 4, 8)],
+    }
+
+
+def _spread(heads_per_layer: int) -> list[Head]:
+    return [Head(layer, head) for layer in range(4) for head in range(heads_per_layer)]
