@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mhaprune.agreement import check_agreement
 from mhaprune.architectures import head_shape
 from mhaprune.config import CompareScoresConfig, plain, run_program
 from mhaprune.console import print_agreement, print_files, progress, quiet_third_parties, say
@@ -41,6 +42,8 @@ def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
     shape = head_shape(prepared.loaded.model)
     heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
     top_k = config.top_k or max(1, len(heads) // 4)
+    check_agreement(len(heads), top_k)
+    subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
     say(console, f"Protocol: {prepared.protocol}")
     keep_manifest(directory, config, prepared, finished=False)
     with track(
@@ -53,7 +56,6 @@ def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
         with progress(console, f"measuring {len(heads)} heads") as advance:
             losses = measure_losses(prepared, heads, config, directory, advance)
         delta_nats = losses.ablated_nats - losses.intact_nats
-        subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
         scored = []
         with progress(console, f"{len(config.scores)} scores") as advance:
             advance(0, len(config.scores))

@@ -47,10 +47,7 @@ def rank_agreement(
     heads or a top_k that is not among them.
     """
     num_heads = len(score)
-    if num_heads < 3:
-        raise ValueError(f"agreement takes at least 3 heads, got {num_heads}")
-    if not 1 <= top_k <= num_heads:
-        raise ValueError(f"top_k must be from 1 to the {num_heads} heads, got {top_k}")
+    check_agreement(num_heads, top_k)
     effects = delta_nats.sum(1) / num_tokens.sum()
     units, _ = sampling_units(blocks)
     member = np.equal.outer(units, np.unique(units)).astype(np.float64)
@@ -78,6 +75,14 @@ def rank_agreement(
         top_k_overlap=len(top[0] & top[1]) / top_k,
         sign_agreement=float(np.mean((score > 0) == (effects > 0))),
     )
+
+
+def check_agreement(num_heads: int, top_k: int) -> None:
+    """Raise ValueError for fewer than 3 heads, or a top_k that is not from 1 to all of them."""
+    if num_heads < 3:
+        raise ValueError(f"agreement takes at least 3 heads, got {num_heads}")
+    if not 1 <= top_k <= num_heads:
+        raise ValueError(f"top_k must be from 1 to the {num_heads} heads, got {top_k}")
 
 
 def reliability(first: Float[np.ndarray, "head"], second: Float[np.ndarray, "head"]) -> float:
