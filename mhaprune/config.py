@@ -236,6 +236,8 @@ class PruningConfig:
     sets: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not self.directions:
+            raise ValueError("pruning.directions is empty; give least, most or both")
         for direction in self.directions:
             one_of("pruning.directions", direction, ("least", "most"))
         for key, least in (("random_orders", 0), ("min_per_layer", 0), ("pairs", 0), ("step", 1)):
@@ -293,6 +295,20 @@ class PruneHeadsConfig(MeasureConfig):
     export: ExportConfig = field(default_factory=ExportConfig)
     heal: HealConfig = field(default_factory=HealConfig)
     savings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluation.sampling == "adaptive":
+            raise ValueError("curves are measured exhaustively; use evaluation=default")
+        if not (self.savings or self.heal.steps):
+            return
+        if self.ablation.kind == "resample":
+            raise ValueError(
+                "savings and heal: a model cannot keep resampled heads; use ablation=zero, mean or "
+                "optimal"
+            )
+        if "least" not in self.pruning.directions:
+            raise ValueError("savings and heal need pruning.directions to contain least")
 
 
 def validate(config: Mapping[str, Any], schema: type[Schema]) -> Schema:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,6 +119,8 @@ def quiet_third_parties() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("transformers", "datasets", "huggingface_hub", "httpx", "wandb", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if "transformers" in sys.modules:  # nothing to quieten, and slow to import, where it is not
+        sys.modules["transformers"].logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"(transformers|datasets|wandb|torch)\b")
 
 

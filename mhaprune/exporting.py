@@ -157,14 +157,17 @@ def healed_curve(
     intact_nats: Float[np.ndarray, "window"],
     advance: Progress,
 ) -> Curve:
-    """Heal the models and measure them on the evaluation text: the curve afterwards."""
+    """Heal the models and measure them on the evaluation text: the curve afterwards.
+
+    It begins at the intact model, as every curve does.
+    """
     advance(0, len(models) * config.heal.steps * config.heal.windows_per_step)
-    nats = []
+    nats = [intact_nats]
     for model in models.values():
         healed = heal_model(model, prepared, config.heal, config.seed, advance)
         nats.append(model_nats(healed, prepared, rows_at_once(prepared, config.evaluation)))
     return make_curve(
-        *(f"{curve.ordering}_healed", "least", curve.order, list(models), intact_nats),
+        *(f"{curve.ordering}_healed", "least", curve.order, [0, *models], intact_nats),
         *(np.stack(nats), prepared.num_tokens, prepared.blocks),
         **intervals(config),
     )

@@ -36,19 +36,37 @@ def heal(
     2106.09685) through peft, merged into the weights at the end. Raises ValueError where peft is
     not installed, and where the loss stops being finite.
     """
-    trained: Any = _with_lora(model) if method == "lora" else model.requires_grad_(True)
-    parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)  # dropout and low-rank updates draw from the global generator
+        trained: Any = _with_lora(model) if method == "lora" else model.requires_grad_(True)
+        _train(trained, ids, windows, steps, learning_rate, windows_per_step, seed, advance)
+    healed = trained.merge_and_unload() if method == "lora" else trained
+    return healed.eval().requires_grad_(False)
+
+
+def _train(
+    model: Any,
+    ids: Int[Tensor, "token"],
+    windows: Sequence[Window],
+    steps: int,
+    learning_rate: float,
+    windows_per_step: int,
+    seed: int,
+    advance: Callable[[int], object],
+) -> None:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     generator = np.random.default_rng(seed)
-    trained.train()
+    model.train()
     for _ in range(steps):
         chosen = generator.choice(
             len(windows), size=min(windows_per_step, len(windows)), replace=False
         )
         inputs, targets = window_batch(ids, [windows[number] for number in chosen])
         with torch.enable_grad():
-            logits = trained(inputs.to(model.device), use_cache=False).logits
+            logits = model(inputs.to(model.device), use_cache=False).logits
             nats = target_nats(logits, targets.to(model.device)).sum()
             loss = nats / sum(windows[number].num_scored for number in chosen)
         if not torch.isfinite(loss):
@@ -61,8 +79,7 @@ def heal(
         optimizer.step()
         schedule.step()
         advance(len(chosen))
-    healed = trained.merge_and_unload() if method == "lora" else trained
-    return healed.eval().requires_grad_(False)
+    optimizer.zero_grad()  # or the gradients would stay in memory
 
 
 def _rate(step: int, steps: int) -> float:

@@ -182,8 +182,10 @@ def pruning_curves(
             label=f"{len(random_lines)} random orders",
         )
     colors = {label: f"C{n}" for n, label in enumerate(dict.fromkeys(x.label for x in lines))}
+    first = {line.label: line for line in reversed(lines)}
     for line in lines:
-        color, named = colors[line.label], line.label if line.style == "-" else None
+        color = colors[line.label]
+        named = line.label if line is first[line.label] else None
         axes.plot(line.num_removed, line.perplexity, line.style, color=color, label=named)
         axes.fill_between(
             line.num_removed, line.low, line.high, color=color, alpha=0.2, linewidth=0

@@ -1,5 +1,6 @@
 """What removing heads buys: parameters, KV cache and speed, side by side."""
 
+import inspect
 import statistics
 import time
 from collections.abc import Sequence
@@ -62,14 +63,18 @@ def _seconds(
     model: "PreTrainedModel", prompt: torch.Tensor, new_tokens: int
 ) -> tuple[float, float]:
     """Return the seconds that reading the prompt and that decoding takes."""
+    from transformers import DynamicCache
+
+    # The argument's name changed in transformers 5.24.
+    takes = inspect.signature(type(model).forward).parameters
+    name = "cache" if "cache" in takes else "past_key_values"
+    cached = {name: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
     start = time.perf_counter()
-    output = model(prompt, use_cache=True, logits_to_keep=1)
-    cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+    token = model(prompt, **cached).logits[:, -1:].argmax(-1)
     _wait(model)
     read = time.perf_counter()
     for _ in range(new_tokens):
-        output = model(token, past_key_values=cache, use_cache=True)
-        token = output.logits[:, -1:].argmax(-1)
+        token = model(token, **cached).logits[:, -1:].argmax(-1)
     _wait(model)
     return read - start, time.perf_counter() - read
 

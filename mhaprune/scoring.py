@@ -25,6 +25,7 @@ from mhaprune.scores.estimate import Estimate, Subject
 
 REFERENCE = ("leave_one_out", "adaptive")  # measure the effect instead of estimating it
 CHEAP_PASSES = 5
+MOST_RESAMPLES = 1000  # of rank correlations: more would not move the interval's second digit
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ def score_rows(name: str, estimate: Estimate, heads: Sequence[Head]) -> list[Hea
 def write_scores(
     directory: Path, scored: Mapping[str, Estimate], heads: Sequence[Head], title: str
 ) -> list[HeadScore]:
-    """Write scores.csv, most important head first, and for a single score its heatmap."""
+    """Write scores.csv, most important head first, and with a title the only score's heatmap."""
     rows = [row for name, one in scored.items() for row in score_rows(name, one, heads)]
     rows.sort(key=lambda row: (list(scored).index(row.score), -row.value))
     write_rows(directory / "scores.csv", HeadScore, rows)
-    if len(scored) == 1:
+    if title and len(scored) == 1:
         [(name, one)] = scored.items()
         save_png(score_heatmap(one.value, title, name), directory / "heatmap.png")
     return rows
@@ -159,6 +160,7 @@ def agreement_row(
         *(scored.whole.at(heads), delta_nats, num_tokens, blocks),
         top_k=top_k,
         confidence=config.evaluation.confidence,
+        num_resamples=min(config.evaluation.resamples, MOST_RESAMPLES),
         seed=config.seed,
     )
     first, second = (half.at(heads) for half in scored.halves)

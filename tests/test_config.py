@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from inspect import signature
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -14,6 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from mhaprune.config import (
     CONF_DIR,
     CompareScoresConfig,
+    ExportConfig,
+    HealConfig,
+    OrderingConfig,
+    PruneHeadsConfig,
+    PruningConfig,
     RankHeadsConfig,
     plain,
     refuse_used_directory,
@@ -225,6 +231,128 @@ def test_a_score_is_left_out_or_added_or_given_other_options():
 def test_a_comparison_that_cannot_be_made_is_refused(overrides, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         validated_comparison(*overrides)
+
+
+# Pruning.
+
+PRUNING_CHOICES = choices("pruning")
+
+
+def validated_pruning(*overrides: str) -> PruneHeadsConfig:
+    return validate(composed(*overrides, program="prune_heads"), PruneHeadsConfig)
+
+
+NOT_OF_PRUNING = [*SCORE_CHOICES, "evaluation=adaptive"]
+
+
+@pytest.mark.parametrize("choice", [c for c in ALL_CHOICES if c not in NOT_OF_PRUNING])
+def test_pruning_takes_every_choice_of_the_other_groups(choice):
+    needed = NEEDED.get(choice, ())
+    group = choice.split("=")[0]
+    pruned, ranked = validated_pruning(choice, *needed), validated(choice, *needed)
+    assert plain(pruned)[group] == plain(ranked)[group]
+
+
+@pytest.mark.parametrize(("choice", "pair"), [*zip(PRUNING_CHOICES, PAIRS, strict=False)])
+def test_every_way_to_prune_goes_with_a_model_and_a_dataset(choice, pair):
+    needed = [override for each in pair for override in NEEDED.get(each, ())]
+    config = validated_pruning(choice, *pair, *needed)
+    assert pair == (f"model={config.model.name}", f"dataset={config.dataset.name}")
+
+
+@pytest.mark.parametrize("choice", PRUNING_CHOICES)
+def test_what_a_file_says_of_pruning_is_what_the_program_gets(choice):
+    said = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "pruning" / f"{choice[8:]}.yaml"))
+    assert isinstance(said, dict)
+    pruning = validated_pruning(choice).pruning
+    for name, ordering in said.pop("orderings").items():
+        assert pruning.orderings[name] == OrderingConfig(**ordering)
+    for key, value in said.items():
+        if key != "defaults":
+            assert getattr(pruning, str(key)) == value, key
+
+
+def test_orders_that_are_taken_again_come_beside_those_taken_once():
+    once = validated_pruning().pruning.orderings
+    assert list(once) == ["leave_one_out", "gradient", "activation_norm"]
+    assert {(name, o.score, o.rescore_every) for name, o in once.items()} == {
+        (name, name, None) for name in once
+    }
+    for choice, more in (
+        ("pruning=greedy", {"greedy": ("leave_one_out", 1)}),
+        (
+            "pruning=iterative",
+            {
+                "gradient_iterative": ("gradient", 4),
+                "leave_one_out_iterative": ("leave_one_out", 4),
+            },
+        ),
+    ):
+        orderings = validated_pruning(choice).pruning.orderings
+        assert {name: orderings.pop(name) for name in once} == once
+        assert {name: (o.score, o.rescore_every) for name, o in orderings.items()} == more
+
+
+def test_the_scores_that_heads_are_pruned_by_exist_with_their_options():
+    for choice in PRUNING_CHOICES:
+        for ordering in validated_pruning(choice).pruning.orderings.values():
+            parameters = signature(SCORES[ordering.score]).parameters
+            assert ordering.options.keys() <= parameters.keys()
+
+
+def test_what_pruning_does_by_default_is_the_same_in_the_file_and_in_the_code():
+    config = validated_pruning()
+    assert replace(config.pruning, orderings={}, ranking="x") == PruningConfig(ranking="x")
+    assert (config.export, config.heal) == (ExportConfig(), HealConfig())
+    assert (config.savings, config.heads, config.seed) == (False, ["L*H*"], 0)
+    assert (config.model.name, config.dataset.name, config.tracker.mode) == (
+        *("demo", "stories", "offline"),
+    )
+
+
+def test_an_order_is_left_out_or_added_or_taken_again():
+    config = validated_pruning(
+        *("~pruning.orderings.gradient", "pruning.orderings.leave_one_out.rescore_every=2"),
+        "+pruning.orderings.ig={score: integrated_gradients, options: {steps: 4}}",
+    )
+    assert config.pruning.orderings == {
+        "leave_one_out": OrderingConfig("leave_one_out", {}, 2),
+        "activation_norm": OrderingConfig("activation_norm"),
+        "ig": OrderingConfig("integrated_gradients", {"steps": 4}),
+    }
+    sets = validated_pruning("pruning.sets=[[L0H1,L1H2],[L2H*]]").pruning.sets
+    assert sets == [["L0H1", "L1H2"], ["L2H*"]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pruning.directions=[up]"], "pruning.directions=up is not one of least, most"),
+        (["pruning.random_orders=-1"], "pruning.random_orders=-1 must be at least 0"),
+        (["pruning.min_per_layer=-1"], "pruning.min_per_layer=-1 must be at least 0"),
+        (["pruning.pairs=-1"], "pruning.pairs=-1 must be at least 0"),
+        (["pruning.step=0"], "pruning.step=0 must be at least 1"),
+        (["pruning.orderings.gradient.rescore_every=0"], "rescore_every=0 must be at least 1"),
+        (["export.form=flat"], "export.form=flat is not one of compact, dense"),
+        (["export.num_heads=0"], "export.num_heads=0 must be at least 1"),
+        (["export.max_increase=0"], "export.max_increase=0.0 must be above 0"),
+        (["export.dir=x"], "export.dir needs either export.num_heads or export.max_increase"),
+        (
+            ["export.dir=x", "export.num_heads=1", "export.max_increase=0.1"],
+            "export.dir needs either export.num_heads or export.max_increase",
+        ),
+        (["heal.steps=-1"], "heal.steps=-1 must be at least 0"),
+        (["heal.windows_per_step=0"], "heal.windows_per_step=0 must be at least 1"),
+        (["heal.method=half"], "heal.method=half is not one of full, lora"),
+        (["heal.lr=0"], "heal.lr=0.0 must be above 0"),
+        (["seed=-1"], "seed=-1 must be at least 0"),
+    ],
+)
+def test_pruning_that_cannot_be_done_is_refused_in_one_line(overrides, message):
+    with pytest.raises(ValueError) as error:
+        validated_pruning(*overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 # A directory that holds a run.

@@ -9,11 +9,13 @@ from mhaprune.console import (
     print_agreement,
     print_files,
     print_ranking,
+    print_removable,
+    print_savings,
     print_scores,
     progress,
     say,
 )
-from mhaprune.results import HeadScore, ScoreAgreement
+from mhaprune.results import HeadScore, Saving, ScoreAgreement
 
 
 @dataclass(frozen=True)
@@ -260,3 +262,48 @@ def test_a_line_of_a_score_fits_into_80_columns_neither_cut_nor_wrapped(confiden
     assert "…" not in "".join(lines)
     assert len(lines) == 2 + 3 + 1
     assert f"{100 * confidence:g}% interval" in lines[1]
+
+
+# ---- pruning
+
+REMOVABLE = [
+    ("leave_one_out_iterative_healed", ["1200", "1200", "1200"], "123.45"),
+    ("fisher", ["0", "4", "12"], "0.25"),
+    ("10 random", ["0 to 0", "0 to 1", "1024 to 1200"], "0.50 to 123.45"),
+]
+SAVINGS = [
+    Saving(0, 1_557_611_200, 614_400, 123_456.7, 1234.4),
+    Saving(1200, 9, 0, 0.6, 12.0),
+]
+
+
+def printed_by(show) -> list[str]:
+    console = Console(width=80)
+    with console.capture() as capture:
+        show(console)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    return lines
+
+
+def test_what_can_go_is_a_line_for_each_order_in_80_columns():
+    title, header, *lines, end = printed_by(lambda console: print_removable(console, REMOVABLE))
+    assert title == "Heads that can go at more perplexity"
+    assert header.split() == "order +1% +5% +10% area".split()
+    assert [line.split() for line in lines] == [
+        [*name.split(), *" ".join(counts).split(), *area.split()]
+        for name, counts, area in REMOVABLE
+    ]
+    assert end == ""
+
+
+def test_what_removing_heads_buys_is_a_line_for_each_model_in_80_columns():
+    title, header, *lines, end = printed_by(lambda console: print_savings(console, SAVINGS))
+    assert title == "What removing heads buys"
+    assert header.split("  ")[0] == "heads removed"
+    assert [line.split() for line in lines] == [
+        ["0", "1,557,611,200", "614,400", "123,457", "1,234"],
+        ["1200", "9", "0", "1", "12"],
+    ]
+    assert end == ""

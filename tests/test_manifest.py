@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from mhaprune import manifest as manifest_module
-from mhaprune.manifest import HIDDEN, environment_manifest, hide_private, manifest
+from mhaprune.manifest import (
+    HIDDEN,
+    environment_manifest,
+    hide_private,
+    manifest,
+    read_manifest,
+)
 
 
 def made(**changes: Any) -> dict[str, Any]:
@@ -159,3 +165,17 @@ def test_a_machine_without_git_is_fine(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr("platform.platform", lambda: "Linux")
     found = environment_manifest()
     assert (found["git_commit"], found["git_dirty"]) == (None, None)
+
+
+def test_the_manifest_of_a_finished_run_is_read_back(tmp_path: Path) -> None:
+    written = made(finished=datetime(2025, 1, 2, 4, tzinfo=UTC))
+    (tmp_path / "manifest.json").write_text(json.dumps(written))
+    assert read_manifest(tmp_path) == written
+
+
+def test_a_directory_without_a_finished_run_has_no_manifest_to_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^{tmp_path} is not the directory of a run: it has no"):
+        read_manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(made()))
+    with pytest.raises(ValueError, match=rf"in {tmp_path} is not finished; go on with resume="):
+        read_manifest(tmp_path)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
+from matplotlib.collections import Collection, LineCollection
 from matplotlib.colors import SymLogNorm, to_rgba
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
@@ -14,9 +14,12 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
 from mhaprune.report import (
+    Line,
     cost_against_agreement,
     effect_grid,
     effect_heatmap,
+    pair_heatmap,
+    pruning_curves,
     save_png,
     score_heatmap,
     score_scatter,
@@ -239,3 +242,95 @@ def test_figures_of_scores_are_the_same_bytes_every_time(tmp_path, draw):
     for name in ("first", "second"):
         save_png(draw(), tmp_path / f"{name}.png")
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
+
+
+# ---- pruning
+
+NUM_REMOVED = [0, 2, 4]
+LINES = [
+    Line("fisher", "-", NUM_REMOVED, [10.0, 10.5, 12.0], [10.0, 10.2, 11.0], [10.0, 10.8, 13.0]),
+    Line("fisher", "--", NUM_REMOVED, [10.0, 20.0, 40.0], [10.0, 15.0, 30.0], [10.0, 25.0, 50.0]),
+    Line("gradient", "-", [0, 3], [10.0, 11.0], [10.0, 10.5], [10.0, 11.5]),
+]
+RANDOM = [
+    Line("random_0", "-", [0, 1, 2, 4], [10.0, 11.0, 12.0, 30.0], [0.0] * 4, [0.0] * 4),
+    Line("random_1", "-", [0, 2, 3, 4], [10.0, 15.0, 20.0, 25.0], [0.0] * 4, [0.0] * 4),
+]
+
+
+def test_each_pruning_curve_is_a_line_over_its_interval():
+    [axes] = pruning_curves(LINES, RANDOM, 10.0, "a run").axes
+    drawn, dotted = axes.lines[:3], axes.lines[3:]
+    for line, said in zip(drawn, LINES, strict=True):
+        assert np.asarray(line.get_xdata()).tolist() == list(said.num_removed)
+        assert np.asarray(line.get_ydata()).tolist() == list(said.perplexity)
+        assert line.get_linestyle() == said.style
+    assert drawn[0].get_color() == drawn[1].get_color() != drawn[2].get_color()
+    for band, said in zip(axes.collections[1:], LINES, strict=True):
+        assert_band(band, said.num_removed, said.low, said.high)
+    assert [np.asarray(line.get_ydata()).tolist() for line in dotted] == [
+        pytest.approx([height, height]) for height in (10.1, 10.5, 11.0)
+    ]
+    assert {line.get_linestyle() for line in dotted} == {":"}
+    assert (axes.get_yscale(), axes.get_title()) == ("log", "a run")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("heads removed", "perplexity")
+
+
+def assert_band(band: Collection, num_removed, low, high) -> None:
+    """The polygon's corners are the ends of the intervals."""
+    [path] = band.get_paths()
+    corners = {(float(x), float(y)) for x, y in np.asarray(path.vertices)}
+    expected = {*zip(num_removed, low, strict=True), *zip(num_removed, high, strict=True)}
+    assert corners == {(float(x), float(y)) for x, y in expected}
+
+
+def test_the_range_of_random_orders_is_a_band_over_the_numbers_that_all_have():
+    [axes] = pruning_curves(LINES, RANDOM, 10.0, "a run").axes
+    assert_band(axes.collections[0], [0, 2, 4], [10.0, 12.0, 25.0], [10.0, 15.0, 30.0])
+    [without] = pruning_curves(LINES, [], 10.0, "a run").axes
+    assert len(without.collections) == len(LINES) == len(axes.collections) - 1
+
+
+def test_the_legend_of_pruning_curves_names_each_order_once():
+    [axes] = pruning_curves(LINES, RANDOM, 10.0, "a run").axes
+    shown = axes.get_legend()
+    assert shown is not None
+    names = [text.get_text() for text in shown.get_texts()]
+    assert names == ["2 random orders", "fisher", "gradient"]
+    assert shown.get_title().get_text() == "solid: least important first\ndashed: most first"
+
+
+PAIR_NAMES = ["L0H2", "L0H10", "L1H0"]
+PAIR_NATS = np.array([[np.nan, 0.25, -0.5], [0.25, np.nan, 0.0], [-0.5, 0.0, np.nan]])
+
+
+def test_interactions_are_drawn_by_pair_and_labelled_on_both_sides():
+    figure = pair_heatmap(PAIR_NAMES, PAIR_NATS, "a run")
+    axes, bar = figure.axes
+    drawn = np.ma.asarray(axes.images[0].get_array()).filled(np.nan)
+    np.testing.assert_array_equal(drawn, PAIR_NATS)
+    np.testing.assert_array_equal(drawn, drawn.T)
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        assert [label.get_text() for label in labels] == PAIR_NAMES
+    assert axes.get_title() == "a run"
+    assert bar.get_ylabel() == "joint effect less the sum, nats/token"
+    assert axes.patch.get_hatch()  # shows through on the diagonal
+
+
+def test_no_interaction_is_white_one_that_costs_more_brown_and_less_green():
+    image = image_of(pair_heatmap(PAIR_NAMES, PAIR_NATS, "a run"))
+    more, none, less = image.to_rgba(np.array([0.5, 0.0, -0.5]))[:, :3]
+    assert none.min() > 0.95
+    assert np.argmax(less) == 1
+    assert more[0] > more[1] > more[2]
+    assert image.get_clim() == (-0.5, 0.5)
+
+
+@pytest.mark.parametrize("grid", [np.zeros((3, 3)), np.full((3, 3), np.nan), PAIR_NATS])
+def test_figures_of_pruning_are_the_same_bytes_every_time(tmp_path, grid):
+    for name in ("first", "second"):
+        save_png(pair_heatmap(PAIR_NAMES, grid, "a run"), tmp_path / f"pairs_{name}.png")
+        save_png(pruning_curves(LINES, RANDOM, 10.0, "a run"), tmp_path / f"curves_{name}.png")
+    for kind in ("pairs", "curves"):
+        first, second = ((tmp_path / f"{kind}_{n}.png").read_bytes() for n in ("first", "second"))
+        assert first == second
