@@ -129,12 +129,16 @@ def main() -> None:
     parser.add_argument("--transformer-lens", help="a Python that has transformer-lens")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--adaptive-only", action="store_true", help="print part (ii) alone")
     parser.add_argument("overrides", nargs="*", help="of rank_heads.py, after --: what is ranked")
     args = parser.parse_args()
     lens = args.transformer_lens
     if lens is None and importlib.util.find_spec("transformer_lens"):
         lens = sys.executable
     overrides = args.overrides or ["evaluation.max_windows=64" if args.quick else "model=demo"]
+    if args.adaptive_only:
+        print(json.dumps(measure_adaptive(overrides), indent=2))
+        return
     numbers = measure_exact(3 if args.quick else 7, args.heads, args.rows, lens)
     growth = measure_growth()
     numbers |= measure_adaptive(overrides)

@@ -327,6 +327,7 @@ def test_an_order_is_left_out_or_added_or_taken_again():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["pruning.directions=[]"], "pruning.directions is empty; give least, most or both"),
         (["pruning.directions=[up]"], "pruning.directions=up is not one of least, most"),
         (["pruning.random_orders=-1"], "pruning.random_orders=-1 must be at least 0"),
         (["pruning.min_per_layer=-1"], "pruning.min_per_layer=-1 must be at least 0"),
@@ -346,6 +347,16 @@ def test_an_order_is_left_out_or_added_or_taken_again():
         (["heal.method=half"], "heal.method=half is not one of full, lora"),
         (["heal.lr=0"], "heal.lr=0.0 must be above 0"),
         (["seed=-1"], "seed=-1 must be at least 0"),
+        (["evaluation=adaptive"], "curves are measured exhaustively; use evaluation=default"),
+        (
+            ["savings=true", "ablation=resample"],
+            "a model cannot keep resampled heads; use ablation",
+        ),
+        (
+            ["heal.steps=1", "ablation=resample"],
+            "a model cannot keep resampled heads; use ablation",
+        ),
+        (["savings=true", "pruning.directions=[most]"], "need pruning.directions to contain least"),
     ],
 )
 def test_pruning_that_cannot_be_done_is_refused_in_one_line(overrides, message):

@@ -205,7 +205,9 @@ def test_donors_are_refused_before_any_score_is_taken(prepared, place, monkeypat
 def without(model: Any, heads: Sequence[Head], constants: Any) -> Any:
     """The model with the heads' rows of W_O zero and what their constants add in its bias."""
     removed = without_heads(model, heads)
-    for head in heads if constants is not None else ():
+    if constants is None:
+        return removed
+    for head in heads:
         bias = output_projections(removed)[head.layer].get_parameter("bias")
         bias.data += constants[head.layer, head.head].double() @ output_rows(model, head)
     return removed

@@ -59,11 +59,26 @@ def test_a_seed_gives_the_same_weights_and_another_one_others():
     assert not torch.equal(first, other)
 
 
+def test_dropout_follows_the_seed_and_leaves_the_global_generator_alone():
+    def healed() -> torch.Tensor:
+        return trained(pruned(dropout=0.5), steps=2, seed=5).lm_head.weight
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        expected = torch.rand(1)
+        torch.manual_seed(1)
+        first = healed()
+        assert torch.equal(torch.rand(1), expected)
+        assert torch.equal(healed(), first)
+    assert not torch.equal(trained(pruned(), steps=2, seed=5).lm_head.weight, first)
+
+
 def test_the_model_is_healed_in_place_and_left_ready_to_be_measured():
     model = pruned()
     assert trained(model, steps=2) is model
     assert not any(module.training for module in model.modules())
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("windows_per_step", "taken"), [(2, 2), (6, 6), (99, 6)])

@@ -300,6 +300,13 @@ def test_the_legend_of_pruning_curves_names_each_order_once():
     assert shown.get_title().get_text() == "solid: least important first\ndashed: most first"
 
 
+def test_curves_that_only_take_the_most_important_heads_first_are_named_too():
+    [axes] = pruning_curves(LINES[1:2], [], 10.0, "a run").axes
+    shown = axes.get_legend()
+    assert shown is not None
+    assert [text.get_text() for text in shown.get_texts()] == ["fisher"]
+
+
 PAIR_NAMES = ["L0H2", "L0H10", "L1H0"]
 PAIR_NATS = np.array([[np.nan, 0.25, -0.5], [0.25, np.nan, 0.0], [-0.5, 0.0, np.nan]])
 
