@@ -10,9 +10,6 @@ from mhaprune.heads import Head
 from mhaprune.savings import Savings, measure_savings
 from tests.tiny import tiny_gpt2
 
-# Earlier releases of transformers 5 know the argument by this name only.
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
-
 HEADS = [Head(layer, head) for layer in range(2) for head in range(4)]
 # Of d_model 32 and d_head 8: rows of W_Q, W_K and W_V with their biases, and of W_O.
 PARAMETERS_OF_A_HEAD = 3 * 8 * (32 + 1) + 8 * 32
