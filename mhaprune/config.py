@@ -285,13 +285,11 @@ class HealConfig:
             raise ValueError(f"heal.lr={self.lr} must be above 0")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PruneHeadsConfig(MeasureConfig):
     """The whole configuration of `experiments/prune_heads.py`."""
 
-    pruning: PruningConfig = field(
-        default_factory=lambda: PruningConfig({"leave_one_out": OrderingConfig("leave_one_out")})
-    )
+    pruning: PruningConfig  # no default: its orderings would come back where a user removes them
     export: ExportConfig = field(default_factory=ExportConfig)
     heal: HealConfig = field(default_factory=HealConfig)
     savings: bool = False

@@ -328,6 +328,7 @@ def test_an_order_is_left_out_or_added_or_taken_again():
     ("overrides", "message"),
     [
         (["pruning.directions=[]"], "pruning.directions is empty; give least, most or both"),
+        (["~pruning.orderings"], "no order to prune by; give pruning.orderings or pruning.ranking"),
         (["pruning.directions=[up]"], "pruning.directions=up is not one of least, most"),
         (["pruning.random_orders=-1"], "pruning.random_orders=-1 must be at least 0"),
         (["pruning.min_per_layer=-1"], "pruning.min_per_layer=-1 must be at least 0"),
