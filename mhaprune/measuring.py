@@ -22,7 +22,7 @@ from mhaprune.optimal import optimal_z
 from mhaprune.runs import Prepared
 from mhaprune.scores.adaptive import measure_until_settled
 from mhaprune.scores.attribution import predict
-from mhaprune.scores.leave_one_out import Unit, assemble, measure, num_rows, plan
+from mhaprune.scores.leave_one_out import Unit, as_arrays, assemble, measure, num_rows, plan
 from mhaprune.store import Measurement, MeasurementStore, context_key
 
 PASSES_OF_A_PREDICTION = 3  # what a forward and backward pass cost, in forward passes
@@ -134,7 +134,9 @@ class Measurer:
         missing = [unit for unit in units if unit not in found]
         for unit, nats in measure_missing(*self.subject, missing, self.ablation, self.rows):
             table = tuple(tuple(row) for row in nats.tolist())
-            self.store.append(Measurement(self.key, *unit.stored(kind), table))
+            record = Measurement(self.key, *unit.stored(kind), table)
+            self.store.append(record)
+            self.known[record.unit] = record
             results[unit] = nats.numpy()
             self.advance(rows_of([unit]))
         return results
@@ -182,8 +184,7 @@ def matmul_error(measurer: Measurer, heads: Sequence[Head]) -> float:
 
     def effects() -> Float[np.ndarray, "head window"]:
         found = measure(*measurer.subject, units, measurer.ablation, measurer.rows, measurer.engine)
-        results = {unit: nats.numpy() for unit, nats in found}
-        intact, ablated = assemble(results, some, len(num_tokens))
+        intact, ablated = assemble(as_arrays(found), some, len(num_tokens))
         return (ablated - intact)[:, list(windows)]
 
     exact = effects()

@@ -18,6 +18,7 @@ from mhaprune.config import EvaluationConfig, RankHeadsConfig
 from mhaprune.heads import Head, select_heads
 from mhaprune.measuring import (
     Losses,
+    Measurer,
     choose_engine,
     measure_losses,
     measurement_context,
@@ -202,6 +203,20 @@ def test_what_is_stored_is_not_measured_again(prepared, place, tmp_path, measure
     assert len(measured_units) == len(lines_of(tmp_path)) == 6
     assert bar.completed == bar.totals[-1] == 6 * (1 + 8)
     assert_same(first, again)
+
+
+def test_a_measurer_does_not_measure_again_what_it_has_just_measured(
+    prepared, place, tmp_path, measured_units
+):
+    units = plan(ALL_HEADS, range(len(prepared.windows)), 4)
+    with MeasurementStore(tmp_path / "measurements.jsonl") as store:
+        ignore = lambda amount, left=None: None  # noqa: E731
+        measurer = Measurer(prepared, ALL_HEADS, make_config(place), store, ignore)
+        first, again = measurer.losses(units), measurer.losses(units)
+    assert len(measured_units) == len(lines_of(tmp_path)) == len(units)
+    assert first.keys() == again.keys() == set(units)
+    for unit in units:
+        np.testing.assert_array_equal(first[unit], again[unit])
 
 
 @pytest.mark.parametrize("ablation", ["zero", "mean", "resample"])
