@@ -132,13 +132,22 @@ def cost_against_agreement(
     """Draw each score's Spearman correlation (value, low, high) over its cost in forward passes."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
+    named: list[str] = []
     for name, cost in passes.items():
         value, low, high = spearman[name]
         reach = [[max(0.0, value - low)], [max(0.0, high - value)]]
         axes.errorbar(max(cost, 0.5), value, yerr=reach, fmt="o", capsize=3)
-        axes.annotate(
-            name, (max(cost, 0.5), value), xytext=(6, 4), textcoords="offset points", fontsize=8
+        beside = sum(
+            passes[other] == cost and abs(spearman[other][0] - value) < 0.05 for other in named
         )
+        axes.annotate(
+            name,
+            (max(cost, 0.5), value),
+            xytext=(6, 4 - 10 * beside),  # not over the name of one that lies at the same place
+            textcoords="offset points",
+            fontsize=8,
+        )
+        named.append(name)
     axes.axhline(0, color="0.7", linewidth=0.8)
     axes.set(xscale="log", xlabel="cost, forward passes over the calibration text (0 drawn at 0.5)")
     axes.set(ylabel="Spearman correlation with the measured effect", ylim=(-1.05, 1.05))
@@ -203,7 +212,7 @@ def pair_heatmap(
 ) -> Figure:
     """Draw interactions of pairs: brown, the pair costs more than its parts; green, less."""
     size = max(4.0, 1.5 + 0.35 * len(names))
-    figure = Figure(figsize=(size + 1, size), layout="constrained")
+    figure = Figure(figsize=(size + 2, size), layout="constrained")
     axes = figure.subplots()
     reach = float(np.nanmax(np.abs(interaction_nats), initial=1e-9))
     axes.patch.set(**NOT_MEASURED)
