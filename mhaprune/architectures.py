@@ -106,6 +106,13 @@ def projection_width(projection: nn.Module) -> int:
     return weight.shape[1] if isinstance(projection, nn.Linear) else weight.shape[0]
 
 
+def output_weights(projection: nn.Module, num_heads: int) -> Float[Tensor, "head d_head d_model"]:
+    """View a layer's W_O cut into heads: head h adds `z_h @ output_weights[h]` to the stream."""
+    weight = projection.get_parameter("weight")
+    weight = weight.T if isinstance(projection, nn.Linear) else weight
+    return weight.unflatten(0, (num_heads, -1))
+
+
 @dataclass(frozen=True)
 class Block:
     """A sequential, pre-norm block and the parts that replay runs by themselves."""
@@ -116,10 +123,8 @@ class Block:
     mlp: nn.Module
 
     def output_weights(self, num_heads: int) -> Float[Tensor, "head d_head d_model"]:
-        """Return W_O cut into heads: head h adds `z_h @ output_weights[h]` to the stream."""
-        weight = self.projection.get_parameter("weight")
-        weight = weight.T if isinstance(self.projection, nn.Linear) else weight
-        return weight.unflatten(0, (num_heads, -1))
+        """Return the block's W_O cut into heads."""
+        return output_weights(self.projection, num_heads)
 
 
 def can_replay(model: "PreTrainedModel") -> bool:

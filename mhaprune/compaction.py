@@ -18,7 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mhaprune.architectures import OUTPUT_PROJECTIONS, head_shape, output_projections
+from mhaprune.architectures import (
+    OUTPUT_PROJECTIONS,
+    head_shape,
+    output_projections,
+    output_weights,
+)
 from mhaprune.heads import Head
 from mhaprune.modeling_pruned import PRUNED
 
@@ -85,7 +90,7 @@ def make_dense(
         quantizer.remove_quantization_config(dense)  # the weights are floats: they can be saved
     projections = output_projections(dense)
     for head in removed:
-        _head_rows(projections[head.layer], num_heads)[head.head].zero_()
+        output_weights(projections[head.layer], num_heads)[head.head].zero_()
     if biases is not None:
         _ensure_biases(dense)
         for projection, bias in zip(projections, biases, strict=True):
@@ -149,7 +154,7 @@ def _folded_biases(
         return None
     biases = []
     for layer, projection in enumerate(projections):
-        rows = _head_rows(projection, shape.num_heads)
+        rows = output_weights(projection, shape.num_heads)
         bias = torch.zeros(rows.shape[-1], dtype=torch.float64)
         for head in sorted(head.head for head in removed if head.layer == layer):
             bias += baseline[layer, head].cpu().double() @ rows[head].cpu().double()
@@ -265,8 +270,3 @@ def _outputs_first(projection: nn.Module) -> Float[Tensor, "output input"]:
     """View the weights of a Linear, which stores them so, or a Conv1D, which does not."""
     weight = projection.get_parameter("weight")
     return weight if isinstance(projection, nn.Linear) else weight.T
-
-
-def _head_rows(projection: nn.Module, num_heads: int) -> Float[Tensor, "head d_head d_model"]:
-    """View W_O cut into heads: head h adds `z_h @ rows[h]` to the stream."""
-    return _outputs_first(projection).T.unflatten(0, (num_heads, -1))

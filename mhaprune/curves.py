@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from mhaprune.baselines import Donors
 from mhaprune.config import MeasureConfig, OrderingConfig, PruneHeadsConfig
-from mhaprune.gating import gate_heads
-from mhaprune.head_sets import HeadSet, gates_of, plan_sets, set_losses
+from mhaprune.gating import gate_heads, gates_of
+from mhaprune.head_sets import HeadSet, plan_sets, set_losses
 from mhaprune.heads import Head, select_heads
 from mhaprune.manifest import read_manifest
 from mhaprune.measuring import Measurer

@@ -16,8 +16,7 @@ from mhaprune.compaction import compact, make_dense
 from mhaprune.config import HealConfig, PruneHeadsConfig
 from mhaprune.curves import curve_points, intervals, is_random, losses_of
 from mhaprune.export import Form, check_directory, export, model_card
-from mhaprune.gating import gate_heads
-from mhaprune.head_sets import gates_of
+from mhaprune.gating import gate_heads, gates_of
 from mhaprune.heads import Head
 from mhaprune.healing import heal
 from mhaprune.manifest import read_manifest

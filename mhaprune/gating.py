@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mhaprune.architectures import head_shape, output_projections
+from mhaprune.architectures import HeadShape, head_shape, output_projections
+from mhaprune.heads import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,20 +58,45 @@ def gate_heads(
 
     def gated(layer: int, z: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         reached[layer] = True
-        heads = z.unflatten(-1, (shape.num_heads, shape.d_head))
-        layer_gate = gate[..., layer, :, None].to(z)
+        layer_gate = gate[..., layer, :]
         if gate.ndim == 3:
             layer_gate = layer_gate[:, None]
-        kept = layer_gate * heads
-        if baseline is not None:
-            kept = kept + (1 - layer_gate) * baseline[layer].to(z)
-        return kept.flatten(-2)
+        return gate_z(z, layer_gate, None if baseline is None else baseline[layer])
 
     with hooked_projections(model, gated):
         yield
     if not all(reached):
         missed = [layer for layer, hit in enumerate(reached) if not hit]
         raise RuntimeError(f"gating reached no forward pass of layers {missed}")
+
+
+def gate_z(
+    z: Float[Tensor, "*batch width"],
+    gate: Float[Tensor, "*other head"],
+    baseline: Float[Tensor, "..."] | None,
+) -> Float[Tensor, "*batch width"]:
+    """Return `gate * z + (1 - gate) * baseline`, head by head; `gate` broadcasts against z."""
+    heads, gate = z.unflatten(-1, (gate.shape[-1], -1)), gate[..., None].to(z)
+    kept = gate * heads
+    if baseline is not None:
+        kept = kept + (1 - gate) * baseline.to(z)
+    return kept.flatten(-2)
+
+
+def gates_of(
+    sets: Sequence[Sequence[Head]], shape: HeadShape
+) -> Float[Tensor, "variant layer head"]:
+    """Return for each set of heads a gate that is 0 at its heads and 1 elsewhere."""
+    gates = torch.ones(len(sets), shape.num_layers, shape.num_heads)
+    for gate, heads in zip(gates, sets, strict=True):
+        for head in heads:
+            gate[head.layer, head.head] = 0
+    return gates
+
+
+def repeat_windows(baseline: Float[Tensor, "..."], times: int) -> Float[Tensor, "..."]:
+    """Repeat a layer's baseline for (variant, window) rows, where it has a row for each window."""
+    return baseline.repeat(times, 1, 1, 1) if baseline.ndim == 4 else baseline
 
 
 @contextmanager

@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mhaprune.architectures import HeadShape, head_shape
+from mhaprune.architectures import head_shape
 from mhaprune.baselines import Ablation
-from mhaprune.gating import gate_heads
+from mhaprune.gating import gate_heads, gates_of, repeat_windows
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.replay import replay_sets
 from mhaprune.scores.estimate import baseline_of
+from mhaprune.scores.leave_one_out import blocks_of
 from mhaprune.windows import Window
 
 if TYPE_CHECKING:
@@ -47,10 +48,7 @@ class SetUnit:
 def plan_sets(sets: Iterable[HeadSet], num_windows: int, windows_per_unit: int) -> list[SetUnit]:
     """Cut the measurement of different sets into units: block of windows by block of windows."""
     distinct = dict.fromkeys(tuple(sorted(set(one))) for one in sets)
-    blocks = [
-        tuple(range(first, min(first + windows_per_unit, num_windows)))
-        for first in range(0, num_windows, windows_per_unit)
-    ]
+    blocks = blocks_of(range(num_windows), windows_per_unit)
     return [SetUnit(heads, block) for block in blocks for heads in distinct]
 
 
@@ -82,15 +80,6 @@ def measure_sets(
                 yield unit, row[None]
 
 
-def gates_of(sets: Sequence[HeadSet], shape: HeadShape) -> Float[Tensor, "variant layer head"]:
-    """Return for each set a gate that is 0 at its heads."""
-    gates = torch.ones(len(sets), shape.num_layers, shape.num_heads)
-    for gate, heads in zip(gates, sets, strict=True):
-        for head in heads:
-            gate[head.layer, head.head] = 0
-    return gates
-
-
 def set_losses(
     results: dict[SetUnit, Float[np.ndarray, "one window"]],
     sets: Sequence[HeadSet],
@@ -119,7 +108,7 @@ def _gate_sets(
     for some in gates.split(max(1, rows_per_batch // len(inputs))):
         replacement = baseline
         if isinstance(baseline, list):
-            replacement = [z.repeat(len(some), 1, 1, 1) for z in baseline]
+            replacement = [repeat_windows(z, len(some)) for z in baseline]
         rows = some.repeat_interleave(len(inputs), 0).to(model.device)
         with gate_heads(model, rows, replacement):
             nats = row_nats(model, inputs.repeat(len(some), 1), targets.repeat(len(some), 1))

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mhaprune.architectures import head_shape
 from mhaprune.baselines import mean_z, rms_z
-from mhaprune.gating import gate_heads
+from mhaprune.gating import gate_heads, gates_of
 from mhaprune.heads import Head
 from mhaprune.perplexity import target_nats, window_batch
 from mhaprune.scores.estimate import rows_for_gradients
-from mhaprune.scores.leave_one_out import assemble, measure, plan
+from mhaprune.scores.leave_one_out import as_arrays, assemble, measure, plan
 from mhaprune.windows import Window
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def _loss(
 ) -> Float[Tensor, ""]:
     """Return the nats per token of one window, summed over a row for each head that is ablated."""
     shape, device = head_shape(model), model.device
-    gate = torch.ones(len(heads), shape.num_layers, shape.num_heads)
-    for row, head in enumerate(heads):
-        gate[row, head.layer, head.head] = 0
+    gate = gates_of([(head,) for head in heads], shape)
     inputs, targets = (batch.expand(len(heads), -1).to(device) for batch in (inputs, targets))
     with torch.enable_grad(), gate_heads(model, gate.to(device), constants.to(device)):
         nats = target_nats(model(inputs, use_cache=False).logits, targets)
@@ -97,8 +95,7 @@ def _best(
     totals = []
     for constants in candidates:
         found = measure(model, ids, windows, units, constants, rows_per_batch, engine)
-        results = {unit: nats.numpy() for unit, nats in found}
-        totals.append(assemble(results, heads, len(windows))[1].sum(1))
+        totals.append(assemble(as_arrays(found), heads, len(windows))[1].sum(1))
     chosen = candidates[1].clone()
     for head, best in zip(heads, np.argmin(totals, axis=0), strict=True):
         chosen[head.layer, head.head] = candidates[best][head.layer, head.head]

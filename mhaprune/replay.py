@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mhaprune.architectures import Block, final_norm, head_shape, replayable_blocks
-from mhaprune.gating import Baseline, hooked_projections
+from mhaprune.gating import Baseline, gate_z, hooked_projections, repeat_windows
 from mhaprune.perplexity import IGNORED
 
 if TYPE_CHECKING:
@@ -115,17 +115,11 @@ def _gated_above(
     rows = gates.repeat_interleave(num_windows, 0)
 
     def gated(number: int, z: Float[Tensor, "row pos width"]) -> Tensor | None:
-        gate = rows[:, number, None, :, None].to(z)
+        gate = rows[:, None, number]
         if number <= layer or bool((gate == 1).all()):
             return None
-        heads = z.unflatten(-1, (gates.shape[-1], -1))
-        kept = gate * heads
-        if baseline is not None:
-            replacement = baseline[number].to(z)
-            if replacement.ndim == 4:
-                replacement = replacement.repeat(len(gates), 1, 1, 1)
-            kept = kept + (1 - gate) * replacement
-        return kept.flatten(-2)
+        replacement = None if baseline is None else repeat_windows(baseline[number], len(gates))
+        return gate_z(z, gate, replacement)
 
     with hooked_projections(model, gated):
         yield

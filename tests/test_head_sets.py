@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mhaprune.architectures import head_shape
-from mhaprune.head_sets import SetUnit, gates_of, measure_sets, plan_sets, set_losses
+from mhaprune.gating import gates_of
+from mhaprune.head_sets import SetUnit, measure_sets, plan_sets, set_losses
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.scores.leave_one_out import Unit, measure, num_rows, plan

@@ -7,23 +7,18 @@ Needs no loss and no gradient: the baseline that any method should beat. See arX
 
 import numpy as np
 import torch
-from torch import nn
 
-from mhaprune.architectures import output_projections
+from mhaprune.architectures import output_projections, output_weights
 from mhaprune.gating import captured_z
 from mhaprune.perplexity import window_batch
-from mhaprune.scores.estimate import Estimate, Subject, batches, only
+from mhaprune.scores.estimate import Estimate, Subject, batches, estimate_rates
 
 
 @torch.no_grad()
 def activation_norm(subject: Subject) -> Estimate:
     """Return the mean Euclidean norm of each head's contribution over all input positions."""
     shape, model = subject.shape, subject.model
-    projections = [
-        (weight.T if isinstance(module, nn.Linear) else weight).unflatten(0, (shape.num_heads, -1))
-        for module in output_projections(model)
-        for weight in [module.get_parameter("weight")]
-    ]
+    weights = [output_weights(module, shape.num_heads) for module in output_projections(model)]
     sums = np.zeros((shape.num_layers, shape.num_heads, len(subject.windows)))
     lengths = np.array([window.num_inputs for window in subject.windows])
     for numbers in batches(subject):
@@ -31,11 +26,7 @@ def activation_norm(subject: Subject) -> Estimate:
         is_input = torch.arange(inputs.shape[1]) < torch.tensor(lengths[numbers])[:, None]
         with captured_z(model) as captured:
             model.base_model(inputs.to(model.device), use_cache=False)
-        for layer, (z, weight) in enumerate(zip(captured, projections, strict=True)):
+        for layer, (z, weight) in enumerate(zip(captured, weights, strict=True)):
             norms = torch.einsum("wphd,hdm->wphm", z, weight).norm(dim=-1).double().cpu()
             sums[layer][:, numbers] = (norms * is_input[..., None]).sum(1).numpy().T
-    value = sums.sum(-1) / lengths.sum()
-    residual = sums - value[..., None] * lengths
-    n = len(lengths)
-    error = np.sqrt(n / max(n - 1, 1) * (residual**2).sum(-1)) / lengths.sum()
-    return Estimate(only(subject, value), only(subject, error) if n > 1 else None, 1)
+    return estimate_rates(subject, sums, forward_equivalents=1, tokens=lengths)

@@ -16,7 +16,7 @@ from mhaprune.control_variates import is_out_of_reach, is_settled, look_sizes, r
 from mhaprune.heads import Head
 from mhaprune.scores.attribution import predict
 from mhaprune.scores.estimate import Estimate, Subject, spread
-from mhaprune.scores.leave_one_out import Unit, assemble, measure, num_rows, plan
+from mhaprune.scores.leave_one_out import Unit, as_arrays, assemble, measure, num_rows, plan
 
 # Measures units, or looks up what they gave: total nats of each variant on each window.
 Obtain = Callable[[Sequence[Unit]], Mapping[Unit, Float[np.ndarray, "variant window"]]]
@@ -93,20 +93,16 @@ def leave_one_out_adaptively(
     """
     question = subject.model, subject.ids, subject.windows
     all_windows = range(len(subject.windows))
-    results = dict(
-        predict(
-            *(*question, plan(subject.heads, all_windows, windows_per_unit)),
-            *(subject.ablation, subject.rows_per_batch),
-        )
+    predictions = predict(
+        *(*question, plan(subject.heads, all_windows, windows_per_unit)),
+        *(subject.ablation, subject.rows_per_batch),
     )
-    arrays = {unit: nats.numpy() for unit, nats in results.items()}
-    intact, predicted = assemble(arrays, subject.heads, len(all_windows))
+    intact, predicted = assemble(as_arrays(predictions), subject.heads, len(all_windows))
 
     def obtain(units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
-        found = measure(
-            *(*question, units, subject.ablation, subject.rows_per_batch, subject.engine)
+        return as_arrays(
+            measure(*question, units, subject.ablation, subject.rows_per_batch, subject.engine)
         )
-        return {unit: nats.numpy() for unit, nats in found}
 
     looks = measure_until_settled(
         *(subject.heads, intact, predicted, subject.num_tokens, np.array(all_windows), obtain),

@@ -72,12 +72,14 @@ def estimate_rates(
     subject: Subject,
     nats: Float[np.ndarray, "layer head window"],
     forward_equivalents: int | float,
+    tokens: Int[np.ndarray, "window"] | None = None,
 ) -> Estimate:
     """Turn totals per window into nats per token: value = sum / tokens, as a ratio estimator.
 
+    `tokens` are the scored tokens of each window, unless totals are over something else.
     se = sqrt(n/(n-1) * sum over windows (total - value * tokens)^2) / tokens (Cochran 1977, ch. 6).
     """
-    tokens = subject.num_tokens
+    tokens = subject.num_tokens if tokens is None else tokens
     value = nats.sum(-1) / tokens.sum()
     residual = nats - value[..., None] * tokens
     n = len(tokens)

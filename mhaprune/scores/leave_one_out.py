@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mhaprune.architectures import head_shape
 from mhaprune.baselines import Ablation, Donors, donor_inputs, donor_z
-from mhaprune.gating import gate_heads
+from mhaprune.gating import gate_heads, gates_of, repeat_windows
 from mhaprune.heads import Head
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.replay import LayerBaseline, Roll, replay
@@ -55,11 +55,16 @@ def plan(heads: Iterable[Head], windows: Sequence[int], windows_per_unit: int) -
         for layer, group in groupby(sorted(heads), key=lambda head: head.layer)
     ]
     units = []
-    for first in range(0, len(windows), windows_per_unit):
-        block = tuple(windows[first : first + windows_per_unit])
+    for block in blocks_of(windows, windows_per_unit):
         units.append(Unit(None, (), block))
         units += [Unit(layer, numbers, block) for layer, numbers in layers]
     return units
+
+
+def blocks_of(windows: Sequence[int], windows_per_unit: int) -> list[tuple[int, ...]]:
+    """Cut window numbers into the blocks that are measured together."""
+    firsts = range(0, len(windows), windows_per_unit)
+    return [tuple(windows[first : first + windows_per_unit]) for first in firsts]
 
 
 def leave_one_out(subject: Subject, *, windows_per_unit: int = 4) -> Estimate:
@@ -69,11 +74,17 @@ def leave_one_out(subject: Subject, *, windows_per_unit: int = 4) -> Estimate:
         *(subject.model, subject.ids, subject.windows, units, subject.ablation),
         *(subject.rows_per_batch, subject.engine),
     )
-    results = {unit: nats.numpy() for unit, nats in found}
-    intact, ablated = assemble(results, subject.heads, len(subject.windows))
+    intact, ablated = assemble(as_arrays(found), subject.heads, len(subject.windows))
     return estimate_rates(
         subject, spread(subject, ablated - intact), forward_equivalents=1 + len(subject.heads)
     )
+
+
+def as_arrays(
+    found: Iterable[tuple[Unit, Float[Tensor, "..."]]],
+) -> dict[Unit, Float[np.ndarray, "..."]]:
+    """Collect what units gave, as numpy arrays."""
+    return {unit: nats.numpy() for unit, nats in found}
 
 
 def assemble(
@@ -201,13 +212,11 @@ def _measure_heads(
 ) -> Float[Tensor, "head window"]:
     """Ablate several heads of a layer in one forward pass: rows are (head, window) pairs."""
     shape = head_shape(model)
-    gate = torch.ones(len(heads), shape.num_layers, shape.num_heads)
-    gate[torch.arange(len(heads)), layer, heads] = 0
+    gate = gates_of([(Head(layer, head),) for head in heads.tolist()], shape)
     gate = gate.repeat_interleave(len(inputs), 0).to(model.device)
     replacement = None
     if baseline is not None:
-        if baseline.ndim == 4:
-            baseline = baseline.repeat(len(heads), 1, 1, 1)
+        baseline = repeat_windows(baseline, len(heads))
         replacement = [torch.zeros(()) if n != layer else baseline for n in range(shape.num_layers)]
     rows, row_targets = inputs.repeat(len(heads), 1), targets.repeat(len(heads), 1)
     with gate_heads(model, gate, replacement):

@@ -7,10 +7,9 @@ in antithetic pairs: each random order and its reverse (Mitchell et al. 2022, ar
 """
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 
-from mhaprune.gating import gate_heads
+from mhaprune.gating import gate_heads, gates_of
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.scores.estimate import Estimate, Subject, baseline_of, estimate_rates, spread
 
@@ -43,10 +42,8 @@ def _losses_on_the_way(
     model, device = subject.model, subject.model.device
     inputs, targets = window_batch(subject.ids, [subject.windows[number]])
     baseline = baseline_of(model, subject.ablation, [number], inputs.shape[1])
-    gate = torch.ones(len(order) + 1, subject.shape.num_layers, subject.shape.num_heads)
-    for step, index in enumerate(order, start=1):
-        head = subject.heads[index]
-        gate[step:, head.layer, head.head] = 0
+    heads = [subject.heads[index] for index in order]
+    gate = gates_of([heads[:count] for count in range(len(heads) + 1)], subject.shape)
     losses = []
     for some in gate.split(subject.rows_per_batch):
         with gate_heads(model, some.to(device), baseline):
