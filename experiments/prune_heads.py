@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mhaprune.architectures import head_shape
-from mhaprune.config import PruneHeadsConfig, plain, run_program
+from mhaprune.config import PruneHeadsConfig, plain, run_program, title_of
 from mhaprune.console import (
     print_files,
     print_removable,
@@ -31,7 +31,7 @@ from mhaprune.curves import (
     summarize,
     write_curves,
 )
-from mhaprune.exporting import check_export, export_pruned, look_at_pruned
+from mhaprune.exporting import check_export, check_pruned, export_pruned, look_at_pruned
 from mhaprune.heads import select_heads
 from mhaprune.manifest import hide_private
 from mhaprune.measuring import Measurer
@@ -52,6 +52,7 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
     prepared = prepare(config)
     shape = head_shape(prepared.loaded.model)
     heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    check_pruned(config, prepared, heads)
     say(console, f"Protocol: {prepared.protocol}")
     keep_manifest(directory, config, prepared, finished=False)
     with track(
@@ -74,8 +75,7 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
             savings, healed = look_at_pruned(config, prepared, curves, measurer)
             curves += healed
         summary = summarize(curves)
-        title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
-        pictures = write_curves(directory, curves, together, title)
+        pictures = write_curves(directory, curves, together, title_of(config))
         if savings:
             write_rows(directory / "savings.csv", Saving, savings)
         write_json(directory / "summary.json", summary)

@@ -242,6 +242,12 @@ class PruningConfig:
             one_of("pruning.directions", direction, ("least", "most"))
         for key, least in (("random_orders", 0), ("min_per_layer", 0), ("pairs", 0), ("step", 1)):
             at_least(f"pruning.{key}", getattr(self, key), least)
+        for name in self.orderings:
+            if name == "ranking" or name.startswith("random_") or name.endswith("_healed"):
+                raise ValueError(
+                    f"pruning.orderings.{name}: ranking, random_... and ..._healed are names that "
+                    f"the curves use already; choose another"
+                )
         if not self.orderings and self.ranking is None:
             raise ValueError("no order to prune by; give pruning.orderings or pruning.ranking")
 
@@ -328,6 +334,11 @@ def plain(config: object) -> dict[str, Any]:
     made = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
     assert isinstance(made, dict)
     return {str(key): value for key, value in made.items()}
+
+
+def title_of(config: MeasureConfig) -> str:
+    """Return what the pictures of a run are of, in a few words."""
+    return f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
 
 
 def one_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
+from mhaprune.architectures import HeadShape, head_shape
 from mhaprune.baselines import Donors
 from mhaprune.config import MeasureConfig, OrderingConfig, PruneHeadsConfig
 from mhaprune.gating import gate_heads, gates_of
@@ -169,6 +170,14 @@ def measure_curves(
     return curves
 
 
+def chosen_sets(config: PruneHeadsConfig, shape: HeadShape) -> list[HeadSet]:
+    """Return the sets of heads that the configuration names; ValueError for heads that are not."""
+    return [
+        tuple(select_heads(patterns, shape.num_layers, shape.num_heads))
+        for patterns in config.pruning.sets
+    ]
+
+
 def measure_interactions(
     config: PruneHeadsConfig, order: HeadSet, measurer: Measurer
 ) -> list[Interaction]:
@@ -176,11 +185,8 @@ def measure_interactions(
 
     The sets are those configured, and all pairs of the heads that go first within the budget.
     """
-    shape = measurer.prepared.loaded.model.config
-    chosen = [
-        tuple(select_heads(patterns, shape.num_hidden_layers, shape.num_attention_heads))
-        for patterns in config.pruning.sets
-    ]
+    shape = head_shape(measurer.prepared.loaded.model)
+    chosen = chosen_sets(config, shape)
     sets = list(dict.fromkeys([*chosen, *pairs_within(order, config.pruning.pairs)]))
     if not sets:
         return []
@@ -284,7 +290,10 @@ def draw_pairs(rows: Sequence[Interaction], title: str) -> Figure | None:
 
 
 def summarize(curves: Sequence[Curve]) -> dict[str, float | dict[str, float]]:
-    """Return the headline numbers by ordering: heads that can go, and areas under the curves."""
+    """Return the headline numbers by ordering: heads that can go, and areas under the curves.
+
+    A healed curve, which is measured at a few points only, has no area.
+    """
     least = [curve for curve in curves if curve.direction == "least"]
     most = [curve for curve in curves if curve.direction == "most"]
     return {
@@ -295,8 +304,8 @@ def summarize(curves: Sequence[Curve]) -> dict[str, float | dict[str, float]]:
             }
             for name, increase in INCREASES.items()
         },
-        "area_nats_least_first": {curve.ordering: curve.area for curve in least},
-        "area_nats_most_first": {curve.ordering: curve.area for curve in most},
+        "area_nats_least_first": {c.ordering: c.area for c in least if c.area is not None},
+        "area_nats_most_first": {c.ordering: c.area for c in most if c.area is not None},
     }
 
 
@@ -307,14 +316,14 @@ def removable_rows(curves: Sequence[Curve]) -> list[tuple[str, list[str], str]]:
     for curve in least:
         if not is_random(curve):
             counts = [str(curve.removable(increase)) for increase in INCREASES.values()]
-            rows.append((curve.ordering, counts, f"{curve.area:.2f}"))
+            rows.append((curve.ordering, counts, "" if curve.area is None else f"{curve.area:.2f}"))
     random = [curve for curve in least if is_random(curve)]
     if random:
         ranges = [
             "{} to {}".format(*np.sort([curve.removable(x) for curve in random])[[0, -1]])
             for x in INCREASES.values()
         ]
-        areas = [curve.area for curve in random]
+        areas = [curve.area for curve in random if curve.area is not None]
         rows.append((f"{len(random)} random", ranges, f"{min(areas):.2f} to {max(areas):.2f}"))
     return rows
 

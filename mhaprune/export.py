@@ -78,6 +78,7 @@ def model_card(
     protocol: str,
     curve: Sequence[Mapping[str, object]],
     chosen: int,
+    healed: str | None = None,
 ) -> str:
     """Return the text of README.md.
 
@@ -87,7 +88,8 @@ def model_card(
         ablation: what replaced them and on which text that was found.
         protocol: one line: text, context, stride, tokens.
         curve: rows of the pruning curve, all with the same columns, numbers already in units that
-            the columns name; the table shows those around row `chosen`, which is this model.
+            the columns name; the table shows those around row `chosen`, which is this model,
+            before it was healed if it was; `healed` says how and to what.
     """
     if not 0 <= chosen < len(curve):
         raise ValueError(f"expected chosen to be a row of the curve, 0 to {len(curve) - 1}")
@@ -95,7 +97,8 @@ def model_card(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- pruned\n---",
         f"# {base_model} without {len(heads)} of its {num_heads} attention heads",
         f"- Base model: {base_model}\n- sha256 of its weights: `{weights_hash}`\n"
-        f"- Ablation: {ablation}\n- Protocol: {protocol}",
+        f"- Ablation: {ablation}\n- Protocol: {protocol}"
+        + (f"\n- Healed by {healed}" if healed else ""),
         "## Heads removed",
         _heads_by_layer(heads),
         "## Loss around this point of the pruning curve",

@@ -14,11 +14,11 @@ from mhaprune.architectures import head_shape
 from mhaprune.baselines import Ablation, Donors
 from mhaprune.compaction import compact, make_dense
 from mhaprune.config import HealConfig, PruneHeadsConfig
-from mhaprune.curves import curve_points, intervals, is_random, losses_of
+from mhaprune.curves import chosen_sets, curve_points, intervals, is_random, losses_of
 from mhaprune.export import Form, check_directory, export, model_card
 from mhaprune.gating import gate_heads, gates_of
 from mhaprune.heads import Head
-from mhaprune.healing import heal
+from mhaprune.healing import Method, check_method, heal
 from mhaprune.manifest import read_manifest
 from mhaprune.measuring import Measurer, Progress, rows_at_once
 from mhaprune.perplexity import row_nats, window_batch
@@ -27,6 +27,7 @@ from mhaprune.results import Saving
 from mhaprune.runs import Prepared
 from mhaprune.savings import measure_savings
 
+MAKE = {"compact": compact, "dense": make_dense}
 SHARES = (0.1, 0.3, 0.5)
 NEW_TOKENS = 32
 
@@ -47,6 +48,32 @@ def check_export(config: PruneHeadsConfig) -> None:
         raise ValueError(
             f"export.ordering={config.export.ordering} is not one of {', '.join(names)}"
         )
+
+
+def check_pruned(config: PruneHeadsConfig, prepared: Prepared, heads: Sequence[Head]) -> None:
+    """Raise ValueError, before anything is measured, for what cannot be done to this model.
+
+    One head is removed on trial, in each form that will be made of it.
+    """
+    model = prepared.loaded.model
+    shape = head_shape(model)
+    chosen_sets(config, shape)
+    forms: set[Form] = {"compact"} if config.savings or config.heal.steps else set()
+    if config.export.dir is not None:
+        forms.add(form_of(config))
+    baseline = torch.ones(shape.num_layers, shape.num_heads, shape.d_head)
+    for form in forms:
+        MAKE[form](model, heads[:1], None if config.ablation.kind == "zero" else baseline)
+    if config.heal.steps:
+        check_method(method_of(config.heal))
+
+
+def form_of(config: PruneHeadsConfig) -> Form:
+    return "dense" if config.export.form == "dense" else "compact"
+
+
+def method_of(config: HealConfig) -> Method:
+    return "lora" if config.method == "lora" else "full"
 
 
 def choose_point(config: PruneHeadsConfig, curves: Sequence[Curve]) -> tuple[Curve, int]:
@@ -76,10 +103,14 @@ def choose_point(config: PruneHeadsConfig, curves: Sequence[Curve]) -> tuple[Cur
 def best_curve(curves: Sequence[Curve], increase: float = 0.05) -> Curve:
     """Return the curve, random ones left out, by which the most heads can go at the increase.
 
-    Of equal ones that with the smaller area.
+    Of equal ones that with the smaller area, and one that ends early last.
     """
     named = [curve for curve in curves if curve.direction == "least" and not is_random(curve)]
-    return max(named, key=lambda curve: (curve.removable(increase), -curve.area))
+
+    def merit(curve: Curve) -> tuple[int, float]:
+        return curve.removable(increase), -np.inf if curve.area is None else -curve.area
+
+    return max(named, key=merit)
 
 
 def compacted(
@@ -142,7 +173,7 @@ def heal_model(
         steps=config.steps,
         learning_rate=config.lr,
         windows_per_step=config.windows_per_step,
-        method="lora" if config.method == "lora" else "full",
+        method=method_of(config),
         seed=seed,
         advance=advance,
     )
@@ -199,13 +230,17 @@ def export_pruned(
     assert not isinstance(ablation, Donors)
     curve, count = choose_point(config, curves)
     heads = curve.order[:count]
-    form: Form = "dense" if wanted.form == "dense" else "compact"
-    make = {"compact": compact, "dense": make_dense}[form]
-    model = make(prepared.loaded.model, heads, ablation)
+    form = form_of(config)
+    model = MAKE[form](prepared.loaded.model, heads, ablation)
     difference = largest_difference(prepared, model, heads, ablation)
     say(f"The {wanted.form} and the masked model's logits differ by at most {difference:.1e}")
+    healed = None
     if config.heal.steps:
         model = heal_model(model, prepared, config.heal, config.seed, lambda windows: None)
+        nats = model_nats(model, prepared, rows_at_once(prepared, config.evaluation))
+        perplexity = prepared.loss(nats).perplexity
+        healed = f"{config.heal.steps} steps on calibration text; perplexity now {perplexity:.4g}"
+        say(f"Healed by {healed}")
     rows = [asdict(point) for point in curve_points([curve])]
     nearest = max(n for n, done in enumerate(curve.num_removed) if done <= count)
     shape = head_shape(prepared.loaded.model)
@@ -219,10 +254,12 @@ def export_pruned(
         protocol=str(prepared.protocol),
         curve=rows,
         chosen=nearest,
+        healed=healed,
     )
     manifest = read_manifest(directory) | {
         "removed_heads": [str(head) for head in sorted(heads)],
         "ordering": curve.ordering,
+        "healed": healed,
     }
     place = Path(wanted.dir)
     export(place, model, prepared.loaded.tokenizer, form, card, manifest)

@@ -1,12 +1,14 @@
 """Healing: a short training of a pruned model, so that the heads left take over what was lost."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from mhaprune.perplexity import target_nats, window_batch
 from mhaprune.windows import Window
@@ -14,7 +16,14 @@ from mhaprune.windows import Window
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Method = Literal["full", "lora"]
 LORA_RANK = 8
+
+
+def check_method(method: Method) -> None:
+    """Raise ValueError where the method needs what is not installed."""
+    if method == "lora" and find_spec("peft") is None:
+        raise ValueError("heal.method=lora needs peft; pip install -e '.[lora]'")
 
 
 def heal(
@@ -25,7 +34,7 @@ def heal(
     steps: int,
     learning_rate: float,
     windows_per_step: int,
-    method: Literal["full", "lora"] = "full",
+    method: Method = "full",
     seed: int = 0,
     advance: Callable[[int], object] = lambda windows: None,
 ) -> "PreTrainedModel":
@@ -91,9 +100,14 @@ def _rate(step: int, steps: int) -> float:
 
 def _with_lora(model: "PreTrainedModel") -> Any:
     """Return the model with trainable low-rank updates, its own weights frozen."""
-    try:
-        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ValueError("heal.method=lora needs peft; pip install -e '.[lora]'") from None
-    config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+    check_method("lora")
+    from peft import LoraConfig, get_peft_model
+
+    inputs_first = any(isinstance(module, Conv1D) for module in model.modules())  # GPT-2's weights
+    config = LoraConfig(
+        r=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        target_modules="all-linear",
+        fan_in_fan_out=inputs_first,
+    )
     return get_peft_model(model, config)

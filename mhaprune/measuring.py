@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhaprune.architectures import can_replay
 from mhaprune.baselines import Ablation, Donors, mean_z
-from mhaprune.config import EvaluationConfig, MeasureConfig
+from mhaprune.config import EvaluationConfig, MeasureConfig, plain
 from mhaprune.control_variates import look_sizes
 from mhaprune.head_sets import SetUnit, measure_sets
 from mhaprune.heads import Head
@@ -206,7 +206,23 @@ def prepare_ablation(
     rows_per_batch: int,
     advance: Progress = lambda amount, left=None: None,
 ) -> Ablation:
-    """Return what replaces an ablated head's z: nothing, its own constant, or donor windows."""
+    """Return what replaces an ablated head's z: nothing, its own constant, or donor windows.
+
+    It is found once for all that is asked about the prepared model.
+    """
+    key = str((plain(config.ablation), config.seed, config.evaluation.engine, heads))
+    if key not in prepared.ablations:
+        prepared.ablations[key] = _find_ablation(prepared, heads, config, rows_per_batch, advance)
+    return prepared.ablations[key]
+
+
+def _find_ablation(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: MeasureConfig,
+    rows_per_batch: int,
+    advance: Progress,
+) -> Ablation:
     windows, ids = prepared.calibration_windows, prepared.calibration.ids
     match config.ablation.kind:
         case "zero":

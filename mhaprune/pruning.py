@@ -49,12 +49,15 @@ class Curve:
         return int(self.num_removed[under.cumprod().astype(bool)].max(initial=0))
 
     @property
-    def area(self) -> float:
+    def area(self) -> float | None:
         """Return the mean loss added along the way, in nats per token, by the trapezoid rule.
 
         Over the numbers of heads removed, from none to all of the order: smaller is better for
-        "least", larger for "most".
+        "least", larger for "most". None for a curve that ends before all have gone, whose area
+        would compare with no other's.
         """
+        if self.num_removed[-1] < len(self.order):
+            return None
         added = np.log1p(self.increase)
         return float(np.trapezoid(added, self.num_removed) / max(1, self.num_removed[-1]))
 

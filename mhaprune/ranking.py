@@ -11,7 +11,7 @@ from jaxtyping import Int
 from rich.console import Console
 
 from mhaprune.architectures import HeadShape, head_shape
-from mhaprune.config import EvaluationConfig, RankHeadsConfig
+from mhaprune.config import EvaluationConfig, RankHeadsConfig, title_of
 from mhaprune.console import print_baseline, print_ranking, progress, say
 from mhaprune.control_variates import Regression, regression_effects
 from mhaprune.heads import Head
@@ -43,9 +43,8 @@ def measure_and_rank(
             prepared, heads, config, directory, advance, lambda line: say(console, line)
         )
     ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
-    title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
     shape = head_shape(prepared.loaded.model)
-    write_ranking(directory, title, ranking, shape, config.evaluation.tolerance_nats)
+    write_ranking(directory, title_of(config), ranking, shape, config.evaluation.tolerance_nats)
 
     def show() -> None:
         print_baseline(console, ranking.summary)

@@ -5,7 +5,7 @@ The glue between the edge modules, used by `experiments/` only.
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, cast
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from mhaprune.baselines import Ablation
 from mhaprune.config import DatasetConfig, EvaluationConfig, MeasureConfig, plain
 from mhaprune.gating import check_gating
 from mhaprune.load import LoadedModel, load_hub_text, load_model, load_text_file, max_context
@@ -37,6 +38,7 @@ class Prepared:
     calibration: Tokens
     calibration_windows: tuple[Window, ...]
     protocol: Protocol
+    ablations: dict[str, Ablation] = field(default_factory=dict, init=False)  # those found so far
 
     @property
     def num_tokens(self) -> Int[np.ndarray, "window"]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mhaprune.agreement import rank_agreement, reliability
 from mhaprune.baselines import Donors
-from mhaprune.config import MeasureConfig, RankHeadsConfig
+from mhaprune.config import MeasureConfig, RankHeadsConfig, title_of
 from mhaprune.console import print_scores, progress
 from mhaprune.heads import Head
 from mhaprune.measuring import choose_engine, prepare_ablation, rows_at_once
@@ -140,8 +140,7 @@ def score_and_rank(
     name, options = config.score.name, config.score.options
     with progress(console, f"{name} of {len(heads)} heads"):
         estimate = SCORES[name](make_subject(prepared, heads, config), **options)
-    title = f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
-    rows = write_scores(directory, {name: estimate}, heads, title)
+    rows = write_scores(directory, {name: estimate}, heads, title_of(config))
     summary = {"score/name": name, "score/forward_equivalents": estimate.forward_equivalents}
     return summary | {"heads/num_measured": len(heads)}, rows, lambda: print_scores(console, rows)
 

@@ -367,6 +367,19 @@ def test_the_summary_has_each_order_at_each_increase_and_the_areas():
     }
 
 
+def test_a_curve_that_ends_early_has_no_area():
+    short = make_curve(
+        *("fisher_healed", "least", HEADS[:4], [0, 1, 2], np.full(4, 10.0)),
+        *(np.full((3, 4), 10.0), np.full(4, 10), np.arange(4)),
+        **{"confidence": 0.95, "num_resamples": 200, "seed": 0},
+    )
+    assert short.area is None
+    assert summarize([*CURVES, short])["area_nats_least_first"].keys() == {
+        *("fisher", "random_0", "random_1")
+    }
+    assert removable_rows([CURVES[0], short])[1] == ("fisher_healed", ["2", "2", "2"], "")
+
+
 def test_random_orders_are_shown_as_ranges():
     assert removable_rows(CURVES) == [
         ("fisher", ["0", "1", "2"], "0.03"),

@@ -1,5 +1,8 @@
 """Which pruned model is exported, and what is refused before anything is measured."""
 
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,25 @@ from mhaprune.config import (
     DatasetConfig,
     EvaluationConfig,
     ExportConfig,
+    HealConfig,
     ModelConfig,
     OrderingConfig,
     PruneHeadsConfig,
     PruningConfig,
     TrackerConfig,
 )
-from mhaprune.exporting import best_curve, check_export, choose_point
+from mhaprune.exporting import best_curve, check_export, check_pruned, choose_point
 from mhaprune.heads import Head
 from mhaprune.pruning import Curve, make_curve
+from mhaprune.runs import Prepared, prepare
+from tests.micro import tiny_model
+from tests.subjects import HEADS
+from tests.tiny import make_config, make_place
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(make_config(make_place(tmp_path_factory.mktemp("place"))))
 
 
 def pruning(ablation: str = "zero", changes: Any = None, **export: Any) -> PruneHeadsConfig:
@@ -115,6 +128,46 @@ def test_an_export_that_could_not_be_written_is_refused(
     export = {"dir": str(tmp_path), "num_heads": 1, "ordering": ordering}
     with pytest.raises(ValueError, match=message):
         check_export(pruning(ablation, changes, **export))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ablation", "export", "message"),
+    [
+        ("bloom", "zero", {"dir": "x", "num_heads": 1}, "cannot compact a model of type 'bloom'"),
+        (
+            "qwen2",
+            "mean",
+            {"dir": "x", "num_heads": 1, "form": "dense"},
+            "a dense qwen2 model has no output bias to hold a baseline that is not zero; use the c",
+        ),
+    ],
+)
+def test_a_form_that_the_architecture_does_not_have_is_refused(
+    prepared, architecture, ablation, export, message
+):
+    model = replace(prepared.loaded, model=tiny_model(architecture))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        check_pruned(pruning(ablation, **export), replace(prepared, loaded=model), HEADS)
+
+
+def test_savings_and_healing_of_what_cannot_be_compacted_are_refused(prepared):
+    bloom = replace(prepared, loaded=replace(prepared.loaded, model=tiny_model("bloom")))
+    for changes in ({"savings": True}, {"heal": HealConfig(steps=1)}):
+        with pytest.raises(ValueError, match=r"^cannot compact a model of type 'bloom'"):
+            check_pruned(replace(pruning(), **changes), bloom, HEADS)
+        check_pruned(replace(pruning(), **changes), prepared, HEADS)
+
+
+def test_sets_of_heads_that_do_not_exist_are_refused(prepared):
+    with pytest.raises(ValueError, match=r"^.*L9H0.*"):
+        check_pruned(pruning(changes={"sets": [["L0H0", "L9H0"]]}), prepared, HEADS)
+
+
+def test_low_rank_healing_without_peft_is_refused(prepared, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    config = replace(pruning(), heal=HealConfig(steps=1, method="lora"))
+    with pytest.raises(ValueError, match=r"^heal\.method=lora needs peft; pip install"):
+        check_pruned(config, prepared, HEADS)
 
 
 def test_a_directory_that_holds_something_is_refused(tmp_path):

@@ -1,15 +1,17 @@
 """A short training lowers a pruned model's loss, the same way every time."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from mhaprune.compaction import compact
 from mhaprune.heads import Head
-from mhaprune.healing import heal
+from mhaprune.healing import LORA_RANK, heal
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.windows import make_windows
+from tests.micro import tiny_model
 from tests.tiny import tiny_gpt2
 
 HEADS = [*(Head(0, head) for head in range(3)), Head(1, 2)]
@@ -25,14 +27,18 @@ def pruned(dropout: float = 0.0):
     return model
 
 
+def ids_of(model) -> torch.Tensor:
+    return IDS % model.config.vocab_size
+
+
 def loss(model) -> float:
     """Nats per token of all windows."""
-    return float(row_nats(model, *window_batch(IDS, WINDOWS)).sum()) / 96
+    return float(row_nats(model, *window_batch(ids_of(model), WINDOWS)).sum()) / 96
 
 
 def trained(model, **changes):
     settings = {"steps": 1, "learning_rate": 1e-3, "windows_per_step": len(WINDOWS)}
-    return heal(model, IDS, WINDOWS, **settings | changes)
+    return heal(model, ids_of(model), WINDOWS, **settings | changes)
 
 
 def test_one_small_step_lowers_the_loss_on_the_windows_it_took_and_many_lower_it_clearly():
@@ -113,3 +119,32 @@ def test_low_rank_updates_without_peft_are_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"^heal\.method=lora needs peft; pip install -e '\.\[lo"):
         trained(pruned(), method="lora")
+
+
+DEPRECATED = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # in peft's own code
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_low_rank_updates_change_projections_by_matrices_of_low_rank_and_nothing_else(model_type):
+    removed = [Head(0, 0), Head(0, 1), Head(1, 3)]
+    before: Any = compact(tiny_model(model_type), removed)
+    model: Any = compact(tiny_model(model_type), removed)
+    healed = trained(model, method="lora", steps=10, learning_rate=1e-2)
+    assert type(healed) is type(before)
+    assert not any(parameter.requires_grad for parameter in healed.parameters())
+    assert loss(healed) < loss(before) - 0.01
+    expected, changed = before.state_dict(), set()
+    assert healed.state_dict().keys() == expected.keys()
+    for name, weight in healed.state_dict().items():
+        update = weight - expected[name]
+        if update.abs().max() > 0:
+            changed.add(name.rpartition(".")[0].rpartition(".")[2])
+            assert torch.linalg.matrix_rank(update, rtol=1e-4) <= LORA_RANK, name
+    assert (
+        changed
+        == {
+            "gpt2": {"c_attn", "c_proj", "c_fc"},
+            "llama": {*"q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()},
+        }[model_type]
+    )

@@ -193,8 +193,12 @@ def test_pairs_savings_and_healing_are_looked_at_and_shown_as_well(run, capsys, 
     summary = read(directory / "summary.json")
     least = {"leave_one_out", "leave_one_out_healed", *RANDOM}
     assert summary["heads_removed_at_5pct"].keys() == least
+    assert summary["area_nats_least_first"].keys() == least - {"leave_one_out_healed"}
     manifest = read(tmp_path / "compact" / "manifest.json")
     assert len(manifest["removed_heads"]) == 8
+    said = f"2 steps on calibration text; perplexity now {float(healed[-1]['perplexity']):.4g}"
+    assert manifest["healed"] == said  # the same heads, steps and seed as the curve's last point
+    assert f"- Healed by {said}\n" in (tmp_path / "compact" / "README.md").read_text()
     assert read(tmp_path / "compact" / "config.json")["model_type"] == "mhaprune_gpt2"
 
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -247,6 +251,9 @@ def test_a_saved_ranking_of_another_text_is_an_order_too(run, pruned, tmp_path):
         (["pruning.ranking=nowhere"], "nowhere is not the directory of a run: it has no manifest"),
         (["pruning.orderings.gradient.score=nope"], "score 'nope' is not one of leave_one_out, "),
         (["+pruning.orderings.gradient.options.n=1"], "score gradient has no option 'n'; it has "),
+        (["pruning.sets=[[L9H0]]"], "layer in 'L9H0' is out of range: this model has 0 to 3"),
+        (["+pruning.orderings.random_1.score=fisher"], "pruning.orderings.random_1: ranking, ran"),
+        (["+pruning.orderings.a_healed.score=fisher"], "pruning.orderings.a_healed: ranking, ran"),
         (["evaluation.calibration_windows=3"], "comparing scores takes at least 4 calibration win"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
