@@ -4,20 +4,22 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 from jaxtyping import Float, Int
 from rich.console import Console
 
 from mhaprune.agreement import rank_agreement, reliability
+from mhaprune.atlas import write_atlas
 from mhaprune.baselines import Donors
 from mhaprune.config import MeasureConfig, RankHeadsConfig, title_of
-from mhaprune.console import print_scores, progress
+from mhaprune.console import print_scores, progress, say
 from mhaprune.heads import Head
 from mhaprune.measuring import choose_engine, prepare_ablation, rows_at_once
-from mhaprune.report import save_png, score_heatmap
+from mhaprune.report import cost_against_agreement, save_png, score_heatmap, score_scatter
 from mhaprune.results import HeadScore, ScoreAgreement, write_rows
 from mhaprune.runs import Prepared
 from mhaprune.scores.catalogue import SCORES
@@ -39,16 +41,35 @@ class Scored:
 
 
 def check_scores(scores: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError for a score or an option that does not exist."""
+    """Raise ValueError, before anything is measured, for what a score or an option cannot be."""
     for name, options in scores.items():
         if name not in SCORES:
             raise ValueError(f"score {name!r} is not one of {', '.join(SCORES)}")
-        known = list(inspect.signature(SCORES[name]).parameters)[1:]
-        for option in options:
+        known = dict(list(inspect.signature(SCORES[name]).parameters.items())[1:])
+        for option, value in options.items():
             if option not in known:
                 raise ValueError(
                     f"score {name} has no option {option!r}; it has {', '.join(known) or 'none'}"
                 )
+            if (expected := _what_else(known[option].annotation, value)) is not None:
+                raise ValueError(
+                    f"score {name}: expected {expected} for its option {option}, got {value!r}"
+                )
+
+
+def _what_else(annotation: Any, value: Any) -> str | None:
+    """Say what an option of this type takes, if not this value: all numbers are above 0."""
+    if choices := get_args(annotation) if get_origin(annotation) is Literal else ():
+        return None if value in choices else f"one of {', '.join(choices)}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if annotation is int:
+        return None if is_number and isinstance(value, int) else "a whole number above 0"
+    if annotation is float:
+        return None if is_number else "a number above 0"
+    assert get_origin(annotation) is Sequence, annotation
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    positive = bool(numbers) and all(_what_else(float, each) is None for each in numbers)
+    return None if positive else "a list of numbers above 0"
 
 
 def make_subject(prepared: Prepared, heads: Sequence[Head], config: MeasureConfig) -> Subject:
@@ -135,14 +156,19 @@ def score_and_rank(
     config: RankHeadsConfig,
     directory: Path,
     console: Console,
-) -> tuple[dict[str, Any], Sequence[HeadScore], Callable[[], None]]:
-    """Rank by an estimate: scores.csv. Returns summary, rows and what prints them."""
+    log: Callable[[dict[str, int]], object] = lambda numbers: None,
+) -> tuple[dict[str, Any], dict[str, Sequence[Any]], Callable[[], None]]:
+    """Rank by an estimate: scores.csv. Returns summary, tables and what prints them."""
     name, options = config.score.name, config.score.options
     with progress(console, f"{name} of {len(heads)} heads"):
         estimate = SCORES[name](make_subject(prepared, heads, config), **options)
+    log({"heads/done": len(heads)})
     rows = write_scores(directory, {name: estimate}, heads, title_of(config))
     summary = {"score/name": name, "score/forward_equivalents": estimate.forward_equivalents}
-    return summary | {"heads/num_measured": len(heads)}, rows, lambda: print_scores(console, rows)
+    tell = partial(say, console)
+    write_atlas(directory, prepared, config.text, config.roles, config.seed, tell)
+    summary |= {"heads/num_measured": len(heads)}
+    return summary, {"heads": rows}, lambda: print_scores(console, rows)
 
 
 def agreement_row(
@@ -177,6 +203,21 @@ def agreement_row(
         kendall_low=found.kendall_low,
         kendall_high=found.kendall_high,
     )
+
+
+def draw_agreement(
+    directory: Path,
+    scored: Sequence[Scored],
+    heads: Sequence[Head],
+    effects_nats: Float[np.ndarray, "head"],
+    rows: Sequence[ScoreAgreement],
+) -> None:
+    """Write scatter.png, scores against effects, and cost.png, agreement against cost."""
+    values = {one.name: one.whole.at(heads) for one in scored}
+    save_png(score_scatter(values, effects_nats), directory / "scatter.png")
+    passes = {row.score: row.forward_equivalents for row in rows}
+    spearman = {row.score: (row.spearman, row.ci_low, row.ci_high) for row in rows}
+    save_png(cost_against_agreement(passes, spearman), directory / "cost.png")
 
 
 def conclude(rows: Sequence[ScoreAgreement]) -> str:

@@ -57,11 +57,36 @@ def prepared(place: Path) -> Prepared:
         ),
         ("fisher", {"subject": 1}, "score fisher has no option 'subject'; it has none"),
         ("random", {"seed": 1}, "score random has no option 'seed'; it has none"),
+        (
+            "gradient",
+            {"absolute": "exampel"},
+            "score gradient: expected one of example, token for its option absolute, got 'exampel'",
+        ),
+        (
+            "shapley",
+            {"pairs_per_window": 0},
+            "score shapley: expected a whole number above 0 for its option pairs_per_window, got 0",
+        ),
+        (
+            "integrated_gradients",
+            {"steps": 1.5},
+            "score integrated_gradients: expected a whole number above 0 for its option steps, "
+            "got 1.5",
+        ),
+        (
+            "learned_gates",
+            {"lambdas": [0.1, -1]},
+            "score learned_gates: expected a list of numbers above 0 for its option lambdas, "
+            "got [0.1, -1]",
+        ),
+        (
+            "adaptive",
+            {"confidence": "high"},
+            "score adaptive: expected a number above 0 for its option confidence, got 'high'",
+        ),
     ],
 )
-def test_a_score_or_an_option_that_does_not_exist_is_answered_by_those_that_do(
-    name, options, message
-):
+def test_a_score_or_an_option_that_cannot_be_is_answered_by_those_that_can(name, options, message):
     with pytest.raises(ValueError) as error:
         check_scores({"fisher": {}, name: options})
     assert str(error.value) == message
@@ -199,8 +224,9 @@ def test_ranking_by_an_estimate_gives_summary_rows_and_what_prints_them(prepared
     config = replace(make_config(place), score=ScoreConfig("gradient", {"absolute": "example"}))
     console = Console(width=80)
     with console.capture() as capture:
-        summary, rows, show = score_and_rank(prepared, ALL_HEADS, config, tmp_path, console)
+        summary, tables, show = score_and_rank(prepared, ALL_HEADS, config, tmp_path, console)
         show()
+    rows = tables["heads"]
     assert summary == {
         "score/name": "gradient",
         "score/forward_equivalents": 3,

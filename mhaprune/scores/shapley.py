@@ -14,25 +14,23 @@ from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.scores.estimate import Estimate, Subject, baseline_of, estimate_rates, spread
 
 
-def shapley(subject: Subject, *, orders_per_window: int = 2) -> Estimate:
+def shapley(subject: Subject, *, pairs_per_window: int = 1) -> Estimate:
     """Return each head's Shapley value in nats per token; the players are `subject.heads`.
 
-    Every window gets `orders_per_window` orders of its own, in antithetic pairs: drawing new orders
+    Every window gets `pairs_per_window` antithetic pairs of orders of its own: drawing new orders
     averages over orders and windows at once, and the standard error over windows covers both.
-    Raises ValueError for an odd number of orders.
     """
-    if orders_per_window < 2 or orders_per_window % 2:
-        raise ValueError(f"orders come in pairs: expected 2, 4, ..., got {orders_per_window}")
+    num_orders = 2 * pairs_per_window
     num_heads = len(subject.heads)
     generator = np.random.default_rng(subject.seed)
     nats = np.zeros((num_heads, len(subject.windows)))
     for number in range(len(subject.windows)):
-        for _ in range(orders_per_window // 2):
+        for _ in range(pairs_per_window):
             order = generator.permutation(num_heads)
             for one in (order, order[::-1]):
                 nats[one, number] += np.diff(_losses_on_the_way(subject, number, one))
-    per_order = spread(subject, nats / orders_per_window)
-    return estimate_rates(subject, per_order, orders_per_window * (num_heads + 1))
+    per_order = spread(subject, nats / num_orders)
+    return estimate_rates(subject, per_order, num_orders * (num_heads + 1))
 
 
 def _losses_on_the_way(

@@ -123,7 +123,7 @@ def test_the_cost_is_that_of_the_passes(subject, name, heads):
 
 
 def test_the_cost_of_shapley_grows_with_the_orders(subject):
-    found = SCORES["shapley"](replace(subject, heads=SOME), orders_per_window=6)
+    found = SCORES["shapley"](replace(subject, heads=SOME), pairs_per_window=3)
     assert found.forward_equivalents == 6 * 4
 
 
