@@ -60,10 +60,10 @@ def rank_agreement(
         )
         heads = generator.integers(num_heads, size=num_heads)
         redrawn = (delta[heads] @ counts) / (tokens @ counts)
-        draws[draw] = _correlations(score[heads], redrawn)
+        draws[draw] = rank_correlations(score[heads], redrawn)
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
     (low, kendall_low), (high, kendall_high) = np.quantile(draws, tails, axis=0)
-    spearman, kendall = _correlations(score, effects)
+    spearman, kendall = rank_correlations(score, effects)
     top = [set(np.argsort(-values, kind="stable")[:top_k]) for values in (score, effects)]
     return Agreement(
         spearman=spearman,
@@ -91,11 +91,11 @@ def reliability(first: Float[np.ndarray, "head"], second: Float[np.ndarray, "hea
     From its Spearman correlation r between halves of the text, by Spearman and Brown's formula
     2r / (1 + r); a negative r is returned as it is.
     """
-    r, _ = _correlations(first, second)
+    r, _ = rank_correlations(first, second)
     return 2 * r / (1 + r) if r > 0 else r
 
 
-def _correlations(
+def rank_correlations(
     a: Float[np.ndarray, "head"], b: Float[np.ndarray, "head"]
 ) -> tuple[float, float]:
     """Return Spearman's rho and Kendall's tau-b; 0 where one side has no order."""

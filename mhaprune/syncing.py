@@ -1,0 +1,127 @@
+"""`mhaprune sync RUN_DIR`: the W&B run of a finished run, built again from its files."""
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mhaprune.manifest import read_manifest
+from mhaprune.results import HeadRole, read_effects, read_rows, with_roles
+from mhaprune.tracking import Tracker, track
+
+
+def sync_run(
+    directory: Path, mode: Literal["online", "offline"], say: Callable[[str], object]
+) -> bool:
+    """Build a new W&B run that shows what the run's program showed; say where it is.
+
+    The configuration, program, weights and texts are those of manifest.json, the summary is
+    summary.json, each CSV file is a table, each PNG file a picture, and these files but for the
+    pictures, with the page, are the artifact. Curves of progress are in no file and stay out.
+    "offline" needs no account.
+    Returns False, having said why in one line, if W&B did not take all of it. Raises ValueError
+    where there is no finished run.
+    """
+    directory = directory.resolve()  # it names the run, and "." is no name
+    entries = read_manifest(directory)
+    summary_file = directory / "summary.json"
+    if not summary_file.is_file():
+        raise ValueError(f"the run in {directory} has no summary.json; nothing to sync without it")
+    summary = json.loads(summary_file.read_text(encoding="utf-8"))
+    program = Path(entries["command"][0]).stem
+    tables = _tables(directory, program)
+    troubles: list[str] = []
+    with track(
+        **entries["config"]["tracker"] | {"mode": mode},
+        job_type=program,
+        config=entries["config"],
+        directory=directory,
+        say=troubles.append,
+    ) as tracker:
+        where = _where(tracker, mode)
+        tracker.log_results(
+            summary,
+            tables,
+            {path.stem: path for path in sorted(directory.glob("*.png"))},
+            _files(directory),
+            weights_hash=entries["weights_hash"],
+            tokens_hash=entries["tokens_hash"],
+        )
+    for line in troubles or [where]:
+        say(line)
+    return not troubles
+
+
+def _where(tracker: Tracker, mode: Literal["online", "offline"]) -> str:
+    """What to say of a run that has begun."""
+    if tracker.sync_file is None:
+        return ""
+    if mode == "online":
+        return f"W&B: the run is at {tracker.run.url}"
+    place = tracker.sync_file.parent
+    return f"W&B: the run is in {place}; upload it by: wandb sync {place}"
+
+
+def _files(directory: Path) -> list[Path]:
+    names = ("summary.json", "manifest.json", "report.html")
+    others = [directory / name for name in names if (directory / name).is_file()]
+    return [*sorted(directory.glob("*.csv")), *others]
+
+
+def _tables(directory: Path, program: str) -> dict[str, Sequence[Any]]:
+    """The rows of the CSV files, by the names that the program gives them; not of empty files."""
+    tables: dict[str, Sequence[Any]] = {
+        path.stem: read_table(path) for path in sorted(directory.glob("*.csv"))
+    }
+    if program == "rank_heads":
+        tables = _of_ranking(directory, tables)
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+def _of_ranking(directory: Path, tables: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """The tables as rank_heads names them.
+
+    "heads" is what it ranks by, a score or the effects, to which it adds each head's role; "roles"
+    is by_role.csv.
+    """
+    heads, roles = tables.pop("scores", []), tables.pop("roles", [])
+    if tables.pop("effects", None):
+        known = read_rows(directory / "roles.csv", HeadRole) if roles else []
+        heads = with_roles(read_effects(directory / "effects.csv"), known)
+    return {"heads": heads, "roles": tables.pop("by_role", []), **tables}
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Read any CSV file with a header: a dict for each row.
+
+    A column is of integers, of floats, of truth values (True, False), or else of text, whichever
+    comes first that fits each of its cells; an empty cell is None. So what `results.write_rows`
+    wrote comes back, of whichever kind. Raises ValueError for rows of different lengths.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.reader(file))
+    header, rows = lines[0] if lines else [], lines[1:]
+    for number, cells in enumerate(rows, start=2):
+        if len(cells) != len(header):
+            raise ValueError(
+                f"{path}, line {number}: expected {len(header)} cells, got {len(cells)}"
+            )
+    columns = [_values([cells[n] for cells in rows]) for n in range(len(header))]
+    return [dict(zip(header, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _values(cells: Sequence[str]) -> list[Any]:
+    """The cells of one column as values."""
+    for read in (int, float, _truth):
+        try:
+            return [read(cell) if cell else None for cell in cells]
+        except ValueError:
+            continue
+    return [cell or None for cell in cells]
+
+
+def _truth(cell: str) -> bool:
+    if cell not in ("True", "False"):
+        raise ValueError(f"expected True or False, got {cell}")
+    return cell == "True"
