@@ -35,4 +35,5 @@ clean:
 .venv/.installed-dev: .venv/.installed
 	@echo "Installing the development tools into .venv ..."
 	$(INSTALL) -e '.[dev,gguf]'
+	$(INSTALL) --no-deps sweeps==0.3.0 # for W&B's schema of sweeps; its dependencies are not needed
 	@touch $@

@@ -13,24 +13,25 @@ from rich.console import Console
 
 from mhaprune.agreement import check_agreement
 from mhaprune.architectures import head_shape
-from mhaprune.config import CompareScoresConfig, plain, run_program
+from mhaprune.config import CompareScoresConfig
 from mhaprune.console import print_agreement, print_files, progress, quiet_third_parties, say
 from mhaprune.heads import select_heads
-from mhaprune.manifest import hide_private
+from mhaprune.launch import run_program
 from mhaprune.measuring import measure_losses
-from mhaprune.report import cost_against_agreement, save_png, score_scatter
-from mhaprune.results import ScoreAgreement, write_json, write_rows
-from mhaprune.runs import keep_manifest, prepare
+from mhaprune.recording import recorded
+from mhaprune.reporting import refresh_index
+from mhaprune.results import ScoreAgreement, write_rows
+from mhaprune.runs import prepare
 from mhaprune.scoring import (
     agreement_row,
     check_scores,
     compute_score,
     conclude,
+    draw_agreement,
     make_subject,
     on_calibration_text,
     write_scores,
 )
-from mhaprune.tracking import track
 
 
 def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
@@ -44,15 +45,7 @@ def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
     top_k = config.top_k or max(1, len(heads) // 4)
     check_agreement(len(heads), top_k)
     subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
-    say(console, f"Protocol: {prepared.protocol}")
-    keep_manifest(directory, config, prepared, finished=False)
-    with track(
-        **plain(config.tracker),
-        job_type="compare_scores",
-        config=hide_private(plain(config)),
-        directory=directory,
-        say=lambda line: say(console, line),
-    ) as tracker:
+    with recorded("compare_scores", config, prepared, directory, console) as recording:
         with progress(console, f"measuring {len(heads)} heads") as advance:
             losses = measure_losses(prepared, heads, config, directory, advance)
         delta_nats = losses.ablated_nats - losses.intact_nats
@@ -67,29 +60,15 @@ def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
         rows = [agreement_row(one, heads, *sample, config, top_k) for one in scored]
         summary = {"compare/conclusion": conclude(rows), "compare/num_heads": len(heads)}
         summary |= {f"compare/{row.score}/spearman": row.spearman for row in rows}
-        estimates = {one.name: one.whole for one in scored}
-        by_head = write_scores(directory, estimates, heads, "")
+        by_head = write_scores(directory, {one.name: one.whole for one in scored}, heads, "")
         write_rows(directory / "agreement.csv", ScoreAgreement, rows)
         effects = delta_nats.sum(1) / prepared.num_tokens.sum()
-        values = {name: estimate.at(heads) for name, estimate in estimates.items()}
-        save_png(score_scatter(values, effects), directory / "scatter.png")
-        passes = {row.score: row.forward_equivalents for row in rows}
-        spearman = {row.score: (row.spearman, row.ci_low, row.ci_high) for row in rows}
-        save_png(cost_against_agreement(passes, spearman), directory / "cost.png")
-        write_json(directory / "summary.json", summary)
-        keep_manifest(directory, config, prepared, finished=True)
-        tracker.log_results(
-            summary,
-            {"agreement": rows, "scores": by_head},
-            {name: directory / f"{name}.png" for name in ("scatter", "cost")},
-            [directory / name for name in ("scores.csv", "agreement.csv", "summary.json")],
-            weights_hash=prepared.loaded.weights_hash,
-            tokens_hash=prepared.tokens.hash,
-        )
+        draw_agreement(directory, scored, heads, effects, rows)
+        recording.finish(summary, {"agreement": rows, "scores": by_head})
     print_agreement(console, rows, config.evaluation.confidence)
     say(console, conclude(rows))
     print_files(console, directory)
 
 
 if __name__ == "__main__":
-    run_program(compare_scores, CompareScoresConfig, "compare_scores")
+    run_program(compare_scores, CompareScoresConfig, "compare_scores", refresh_index)

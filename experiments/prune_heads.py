@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mhaprune.architectures import head_shape
-from mhaprune.config import PruneHeadsConfig, plain, run_program, title_of
+from mhaprune.config import PruneHeadsConfig, title_of
 from mhaprune.console import (
     print_files,
     print_removable,
@@ -33,13 +33,14 @@ from mhaprune.curves import (
 )
 from mhaprune.exporting import check_export, check_pruned, export_pruned, look_at_pruned
 from mhaprune.heads import select_heads
-from mhaprune.manifest import hide_private
+from mhaprune.launch import run_program
 from mhaprune.measuring import Measurer
-from mhaprune.results import Saving, write_json, write_rows
-from mhaprune.runs import keep_manifest, prepare
+from mhaprune.recording import recorded
+from mhaprune.reporting import refresh_index
+from mhaprune.results import Saving, write_rows
+from mhaprune.runs import prepare
 from mhaprune.scoring import check_scores, make_subject, on_calibration_text
 from mhaprune.store import MeasurementStore
-from mhaprune.tracking import track
 
 
 def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
@@ -53,15 +54,7 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
     shape = head_shape(prepared.loaded.model)
     heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
     check_pruned(config, prepared, heads)
-    say(console, f"Protocol: {prepared.protocol}")
-    keep_manifest(directory, config, prepared, finished=False)
-    with track(
-        **plain(config.tracker),
-        job_type="prune_heads",
-        config=hide_private(plain(config)),
-        directory=directory,
-        say=lambda line: say(console, line),
-    ) as tracker:
+    with recorded("prune_heads", config, prepared, directory, console) as recording:
         subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
         with progress(console, "orders"):
             orders = make_orders(config, prepared, subject, lambda line: say(console, line))
@@ -74,21 +67,11 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
             together = measure_interactions(config, orders[0].heads, measurer)
             savings, healed = look_at_pruned(config, prepared, curves, measurer)
             curves += healed
-        summary = summarize(curves)
-        pictures = write_curves(directory, curves, together, title_of(config))
+        write_curves(directory, curves, together, title_of(config))
         if savings:
             write_rows(directory / "savings.csv", Saving, savings)
-        write_json(directory / "summary.json", summary)
-        keep_manifest(directory, config, prepared, finished=True)
         tables = {"curve": curve_points(curves), "interactions": together, "savings": savings}
-        tracker.log_results(
-            summary,
-            {name: rows for name, rows in tables.items() if rows},
-            pictures,
-            [*directory.glob("*.csv"), directory / "summary.json", directory / "manifest.json"],
-            weights_hash=prepared.loaded.weights_hash,
-            tokens_hash=prepared.tokens.hash,
-        )
+        recording.finish(summarize(curves), tables)
     if savings:
         print_savings(console, savings)
     print_removable(console, removable_rows(curves))
@@ -97,4 +80,4 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_program(prune_heads, PruneHeadsConfig, "prune_heads")
+    run_program(prune_heads, PruneHeadsConfig, "prune_heads", refresh_index)

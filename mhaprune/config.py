@@ -1,27 +1,18 @@
-"""What a run is configured by: the schema, its checks, and how a program starts from it.
+"""What a run is configured by: the schema, its checks, and what is wrong with a configuration."""
 
-The only module besides `experiments/` that knows Hydra. A program gets a validated dataclass and
-its run directory; whatever is wrong with a configuration is one line and exit code 2.
-"""
-
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 Schema = TypeVar("Schema")
+EXAMPLE = "The cat sat on the mat because it was tired"
 
 
 def one_of(key: str, value: str, options: tuple[str, ...]) -> None:
@@ -149,6 +140,33 @@ class AblationConfig:
 
 
 @dataclass
+class RolesConfig:
+    """On how much text it is judged what each head attends to."""
+
+    windows: int = 4
+    repeats: int = 8
+    period: int = 64
+
+    def __post_init__(self) -> None:
+        at_least("roles.windows", self.windows, 0)
+        at_least("roles.repeats", self.repeats, 1)
+        at_least("roles.period", self.period, 16)
+
+
+@dataclass
+class ShardConfig:
+    """Which part of a run's units of work this job measures: part `index` of `count`."""
+
+    count: int = 1
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("shard.count", self.count, 1)
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"shard.index={self.index} must lie from 0 to {self.count - 1}")
+
+
+@dataclass
 class ScoreConfig:
     """Which score ranks the heads, and the options of that score by their names."""
 
@@ -171,19 +189,27 @@ class TrackerConfig:
 
 
 @dataclass
-class MeasureConfig:
-    """What every program that measures heads needs to know."""
+class ReadingConfig:
+    """Which model reads which text."""
 
     model: ModelConfig
     dataset: DatasetConfig
     evaluation: EvaluationConfig
+
+
+@dataclass
+class MeasureConfig(ReadingConfig):
+    """What every program that measures heads needs to know."""
+
     ablation: AblationConfig
     tracker: TrackerConfig
     heads: list[str] = field(default_factory=lambda: ["L*H*"])
     seed: int = 0
+    failure: str = "continue"
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
+        one_of("failure", self.failure, ("continue", "stop"))
 
 
 @dataclass
@@ -191,6 +217,33 @@ class RankHeadsConfig(MeasureConfig):
     """The whole configuration of `experiments/rank_heads.py`."""
 
     score: ScoreConfig = field(default_factory=lambda: ScoreConfig("leave_one_out"))
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    text: str = EXAMPLE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard.count == 1:
+            return
+        if self.score.name != "leave_one_out" or self.evaluation.sampling != "exhaustive":
+            raise ValueError(
+                "shard.count: only score=leave_one_out with exhaustive sampling can be shared out"
+            )
+
+
+@dataclass
+class HeadAtlasConfig(ReadingConfig):
+    """The whole configuration of `experiments/head_atlas.py`."""
+
+    tracker: TrackerConfig
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    text: str = EXAMPLE
+    seed: int = 0
+    failure: str = "continue"
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        one_of("failure", self.failure, ("continue", "stop"))
 
 
 @dataclass
@@ -336,9 +389,10 @@ def plain(config: object) -> dict[str, Any]:
     return {str(key): value for key, value in made.items()}
 
 
-def title_of(config: MeasureConfig) -> str:
+def title_of(config: ReadingConfig) -> str:
     """Return what the pictures of a run are of, in a few words."""
-    return f"{config.model.name} on {config.dataset.name}, {config.ablation.kind} ablation"
+    ablation = f", {config.ablation.kind} ablation" if isinstance(config, MeasureConfig) else ""
+    return f"{config.model.name} on {config.dataset.name}{ablation}"
 
 
 def one_line(error: BaseException) -> str:
@@ -362,80 +416,3 @@ def one_line(error: BaseException) -> str:
     if where and where[0] and where[0] not in lines[0]:
         return f"{where[0]}: {lines[0]}"
     return lines[0]
-
-
-@contextmanager
-def plain_exits(directory: Path | None = None) -> Iterator[None]:
-    """Turn a user's mistake into one line and exit code 2, an interruption into 130.
-
-    `directory` is that of the run, if there is one yet. With MHAPRUNE_TRACEBACK set, a mistake is
-    raised as it is.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        resume = f"; go on with: {sys.argv[0]} resume={directory}" if directory else ""
-        print(f"interrupted; what was measured is kept{resume}", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        if os.environ.get("MHAPRUNE_TRACEBACK"):
-            raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-
-
-def run_program(
-    task: Callable[[Schema, Path], None], schema: type[Schema], config_name: str
-) -> None:
-    """Start a program: `task(config, run_directory)`, once or, with `-m`, for each job.
-
-    `resume=RUN_DIR` goes on with the configuration that the run was started with. For exit codes
-    see `plain_exits`; in a sweep, Hydra first says which job failed, and the other jobs run.
-    """
-
-    def run(config: Mapping[str, Any]) -> None:
-        alone = HydraConfig.get().mode is RunMode.RUN
-        directory = Path(HydraConfig.get().runtime.output_dir)
-        with plain_exits(directory) if alone else nullcontext():
-            task(validate(config, schema), directory)
-
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing and exiting
-    with plain_exits():
-        arguments = sys.argv[1:]
-        resumed = [argument for argument in arguments if argument.startswith("resume=")]
-        if resumed:
-            directory = resumed_directory(resumed[0].removeprefix("resume="), arguments)
-            saved = OmegaConf.load(directory / ".hydra" / "config.yaml")
-            assert isinstance(saved, DictConfig)
-            with plain_exits(directory):
-                task(validate(saved, schema), directory)
-        else:
-            refuse_used_directory(arguments)
-            start = hydra.main(
-                version_base="1.3", config_path=str(CONF_DIR), config_name=config_name
-            )
-            start(run)()
-
-
-def resumed_directory(value: str, arguments: list[str]) -> Path:
-    """Return the run to resume; ValueError where there is none, or where more is asked."""
-    others = [argument for argument in arguments if not argument.startswith("resume=")]
-    if others:
-        raise ValueError(
-            f"resume takes the configuration of the run it resumes; leave out {' '.join(others)}"
-        )
-    directory = Path(value)
-    if not (directory / ".hydra" / "config.yaml").is_file():
-        raise ValueError(f"resume={value}: no run there (no {value}/.hydra/config.yaml)")
-    return directory
-
-
-def refuse_used_directory(arguments: list[str]) -> None:
-    """Raise ValueError where the run directory asked for already holds a run."""
-    for argument in arguments:
-        value = argument.removeprefix("hydra.run.dir=")
-        if value != argument and (Path(value) / "manifest.json").exists():
-            raise ValueError(
-                f"{value} already holds a run; go on with it by resume={value}, or choose another "
-                f"directory"
-            )

@@ -58,6 +58,24 @@ class EffectRow(Interface):
 
 
 @runtime_checkable
+class RoleRow(Interface):
+    """What is shown of the heads of one role."""
+
+    @property
+    def role(self) -> str | None: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def mean_effect_nats(self) -> float: ...
+    @property
+    def num_critical(self) -> int: ...
+    @property
+    def num_redundant(self) -> int: ...
+    @property
+    def heads(self) -> str: ...
+
+
+@runtime_checkable
 class ScoreRow(Interface):
     """What is shown of a head that was scored."""
 
@@ -291,7 +309,41 @@ def print_savings(console: Console, rows: Sequence[SavingRow]) -> None:
     console.print()
 
 
+def print_roles(console: Console, rows: Sequence[RoleRow]) -> None:
+    """Print what the heads of each role are worth, within 80 columns."""
+    say(console, "Effects by role")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("role")
+    for name in ("heads", "mean effect", "critical", "redundant"):
+        table.add_column(name, justify="right")
+    table.add_column("most important", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.role or "none",
+            str(row.num_heads),
+            f"{row.mean_effect_nats:+.4f}",
+            str(row.num_critical),
+            str(row.num_redundant),
+            " ".join(row.heads.split()[:3]),
+        )
+    console.print(table)
+    console.print()
+
+
+def print_heads_by_role(console: Console, heads: Mapping[str, Sequence[str]]) -> None:
+    """Print the names of the heads that have each role."""
+    for role, names in heads.items():
+        say(console, f"{role}: {', '.join(names) or 'no head'}")
+    console.print()
+
+
 def print_files(console: Console, directory: Path) -> None:
-    """Say which files the run directory holds."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    """Say which files the run directory holds, and last, where its page is."""
+    names = sorted(
+        path.name
+        for path in directory.iterdir()
+        if path.is_file() and not path.name.startswith(".")  # such as a kill leaves behind
+    )
     say(console, f"Files in {directory}: {', '.join(names)}")
+    if (page := directory / "report.html").exists():
+        say(console, f"Page: {page}")

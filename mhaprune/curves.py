@@ -262,17 +262,14 @@ def draw_curves(curves: Sequence[Curve], title: str) -> Figure:
 
 def write_curves(
     directory: Path, curves: Sequence[Curve], together: Sequence[Interaction], title: str
-) -> dict[str, Path]:
-    """Write curve.csv, interactions.csv if there are any, and the pictures; return the pictures."""
+) -> None:
+    """Write curve.csv, interactions.csv if there are any, and their pictures."""
     write_rows(directory / "curve.csv", CurvePoint, curve_points(curves))
-    figures = {"curves": draw_curves(curves, title)}
+    save_png(draw_curves(curves, title), directory / "curves.png")
     if together:
         write_rows(directory / "interactions.csv", Interaction, together)
         if (pairs := draw_pairs(together, title)) is not None:
-            figures["pairs"] = pairs
-    for name, figure in figures.items():
-        save_png(figure, directory / f"{name}.png")
-    return {name: directory / f"{name}.png" for name in figures}
+            save_png(pairs, directory / "pairs.png")
 
 
 def draw_pairs(rows: Sequence[Interaction], title: str) -> Figure | None:
@@ -292,12 +289,21 @@ def draw_pairs(rows: Sequence[Interaction], title: str) -> Figure | None:
 def summarize(curves: Sequence[Curve]) -> dict[str, float | dict[str, float]]:
     """Return the headline numbers by ordering: heads that can go, and areas under the curves.
 
-    A healed curve, which is measured at a few points only, has no area.
+    A healed curve, which is measured at a few points only, has no area. Flat keys hold the best of
+    the orders that are not random, for sweeps to go by.
     """
     least = [curve for curve in curves if curve.direction == "least"]
     most = [curve for curve in curves if curve.direction == "most"]
+    named = [curve for curve in least if not is_random(curve)]
+    areas = [curve.area for curve in named if curve.area is not None]
     return {
         "baseline/perplexity": curves[0].ppl_intact,
+        **{
+            f"pruning/most_heads_at_{name}": max(curve.removable(increase) for curve in named)
+            for name, increase in INCREASES.items()
+            if named
+        },
+        **({"pruning/smallest_area": min(areas)} if areas else {}),
         **{
             f"heads_removed_at_{name}": {
                 curve.ordering: curve.removable(increase) for curve in least

@@ -148,6 +148,15 @@ def _home_pattern() -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.~-])(?:{spelled})(?![\w-])")
 
 
+def is_finished(directory: Path) -> bool:
+    """Say whether the run in the directory has written all of its files."""
+    try:
+        read_manifest(directory)
+    except ValueError:
+        return False
+    return True
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read the manifest of a run. Raises ValueError where there is no finished run."""
     path = directory / "manifest.json"

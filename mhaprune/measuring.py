@@ -43,6 +43,14 @@ class Losses:
     matmul_error_nats: float | None = None
 
 
+class OthersAtWork(Exception):  # noqa: N818 (no error: the work goes on elsewhere)
+    """This job's share is measured, and `num_units` of other jobs are not."""
+
+    def __init__(self, num_units: int) -> None:
+        super().__init__(f"{num_units} units of work are left to other jobs")
+        self.num_units = num_units
+
+
 @runtime_checkable
 class Progress(Protocol):
     """Is told how many rows (windows through the model) were done, and how many more there are."""
@@ -57,23 +65,32 @@ def measure_losses(
     directory: Path,
     advance: Progress,
     say: Callable[[str], object] = lambda line: None,
+    shard: tuple[int, int] | None = None,
+    log: Callable[[dict[str, int]], object] = lambda numbers: None,
 ) -> Losses:
     """Measure what the configuration asks for; `say` gets a line about each look.
 
+    `log` gets `heads/done`, whenever it grows, and at each look `heads/settled`.
+
     What `measurements.jsonl` already holds is not measured again; what is new is appended to it at
-    once.
+    once. With a shard, (index, count), only its share is; raises OthersAtWork if that leaves units.
     """
     with MeasurementStore(directory / "measurements.jsonl") as store:
-        measurer = Measurer(prepared, heads, config, store, advance)
+        told = log_heads(advance, len(prepared.windows), len(heads), log)
+        measurer = Measurer(prepared, heads, config, store, told)
         error_nats = None
         if config.evaluation.matmul == "fast":
             error_nats = matmul_error(measurer, heads)
             say(f"matmul=fast moves the effects of some heads by up to {error_nats:.1e} nats/token")
         if config.evaluation.sampling == "adaptive":
-            losses = _measure_adaptively(measurer, heads, say)
+            losses = _measure_adaptively(measurer, heads, say, log)
             return replace(losses, matmul_error_nats=error_nats)
         units = plan(heads, measurer.all_windows, config.evaluation.windows_per_unit)
-        advance(0, num_rows(units))
+        if shard is not None:
+            left = measurer.measure_share(units, shard)
+            if left:
+                raise OthersAtWork(left)
+        told(0, num_rows(units))
         intact, ablated = assemble(measurer.losses(units), heads, len(prepared.windows))
     assert np.isfinite(intact).all() and np.isfinite(ablated).all()
     return Losses(intact, ablated, matmul_error_nats=error_nats)
@@ -101,6 +118,19 @@ class Measurer:
         self.engine: Literal["replay", "gating"] = choose_engine(prepared, config.evaluation)
         self.rows = rows_at_once(prepared, config.evaluation)
         self.ablation = prepare_ablation(prepared, heads, config, self.rows, advance)
+
+    def measure_share(self, units: Sequence[Unit], shard: tuple[int, int]) -> int:
+        """Measure one of `count` nearly equal stretches of the units; return how many are left.
+
+        Others may have measured theirs meanwhile: the store is read anew.
+        """
+        index, count = shard
+        share = [unit for n, unit in enumerate(units) if n * count // len(units) == index]
+        self.advance(0, num_rows(share))
+        self.losses(share)
+        self.known = self.store.completed(self.key)
+        kind = self.config.ablation.kind
+        return sum(unit.stored(kind) not in self.known for unit in units)
 
     def losses(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
         """Return the total nats of each unit's variants on its windows."""
@@ -142,8 +172,28 @@ class Measurer:
         return results
 
 
+def log_heads(
+    advance: Progress, num_windows: int, num_heads: int, log: Callable[[dict[str, int]], object]
+) -> Progress:
+    """Return a progress that also logs how many heads' worth of windows are done."""
+    rows = done = 0
+
+    def told(amount: int, left: int | None = None) -> None:
+        nonlocal rows, done
+        advance(amount, left)
+        rows += amount
+        if done < (heads := min(rows // num_windows, num_heads)):
+            done = heads
+            log({"heads/done": done})
+
+    return told
+
+
 def _measure_adaptively(
-    measurer: Measurer, heads: Sequence[Head], say: Callable[[str], object]
+    measurer: Measurer,
+    heads: Sequence[Head],
+    say: Callable[[str], object],
+    log: Callable[[dict[str, int]], object],
 ) -> Losses:
     prepared, evaluation = measurer.prepared, measurer.config.evaluation
     num_windows, per_unit = len(prepared.windows), evaluation.windows_per_unit
@@ -164,6 +214,7 @@ def _measure_adaptively(
     for look in looks:
         measurer.advance(0, look.most_rows)
         settled, hard = int(look.settled.sum()), int(look.out_of_reach.sum())
+        log({"heads/settled": settled})
         say(
             f"{look.num_windows} of {num_windows} windows: {settled} of {len(heads)} heads settled"
             + f", {hard} too close to a threshold" * bool(hard)

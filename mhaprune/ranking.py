@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ from jaxtyping import Int
 from rich.console import Console
 
 from mhaprune.architectures import HeadShape, head_shape
+from mhaprune.atlas import effects_by_role, write_atlas
 from mhaprune.config import EvaluationConfig, RankHeadsConfig, title_of
-from mhaprune.console import print_baseline, print_ranking, progress, say
+from mhaprune.console import print_baseline, print_ranking, print_roles, progress, say
 from mhaprune.control_variates import Regression, regression_effects
 from mhaprune.heads import Head
 from mhaprune.measuring import Losses, measure_losses
 from mhaprune.report import effect_grid, effect_heatmap, save_png
-from mhaprune.results import HeadEffect, write_effects
+from mhaprune.results import HeadEffect, RoleEffect, with_roles, write_effects, write_rows
 from mhaprune.runs import Prepared
 from mhaprune.statistics import VERDICTS, Effects, paired_effects, ranking, verdicts
+
+# Summary, tables by name, and what prints them.
+Found = tuple[dict[str, Any], dict[str, Sequence[Any]], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -36,21 +41,34 @@ def measure_and_rank(
     config: RankHeadsConfig,
     directory: Path,
     console: Console,
-) -> tuple[dict[str, Any], Sequence[HeadEffect], Callable[[], None]]:
-    """Rank by measured effects: effects.csv. Returns summary, rows and what prints them."""
+    log: Callable[[dict[str, int]], object] = lambda numbers: None,
+) -> Found:
+    """Rank by measured effects: effects.csv. Returns summary, tables and what prints them.
+
+    `log` gets how many heads are done and settled, while they are measured.
+    """
     with progress(console, f"{len(heads)} heads") as advance:
-        losses = measure_losses(
-            prepared, heads, config, directory, advance, lambda line: say(console, line)
-        )
+        tell, parts = partial(say, console), config.shard
+        shard = (parts.index, parts.count) if parts.count > 1 else None
+        losses = measure_losses(prepared, heads, config, directory, advance, tell, shard, log)
     ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
     shape = head_shape(prepared.loaded.model)
     write_ranking(directory, title_of(config), ranking, shape, config.evaluation.tolerance_nats)
 
+    roles = write_atlas(directory, prepared, config.text, config.roles, config.seed, tell)
+    by_role = effects_by_role(ranking.rows, roles) if roles else []
+    if by_role:
+        write_rows(directory / "by_role.csv", RoleEffect, by_role)
+
     def show() -> None:
         print_baseline(console, ranking.summary)
         print_ranking(console, ranking.rows, confidence=config.evaluation.confidence)
+        if by_role:
+            console.print()
+            print_roles(console, by_role)
 
-    return ranking.summary, ranking.rows, show
+    tables = {"heads": with_roles(ranking.rows, roles), "roles": by_role}
+    return ranking.summary, tables, show
 
 
 def rank(

@@ -1,5 +1,6 @@
 """Results -> pictures."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +99,19 @@ def _separate_cells(axes: Axes, num_layers: int, num_heads: int) -> None:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write the figure; the bytes depend on nothing but the figure."""
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    """Write the figure, whole or not at all; the bytes depend on nothing but the figure.
+
+    Raises the `OSError` of the failure, naming `path`; what was there before is then unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+        temporary.replace(path)
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror}; what was there before is unchanged"
+        raise OSError(error.errno, message) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def score_scatter(

@@ -92,6 +92,49 @@ class HeadScore:
 
 
 @dataclass(frozen=True)
+class HeadRole:
+    """What one head attends to on average: a row of roles.csv.
+
+    `role` and `score` come from `patterns.roles`, and are None where no rule applies; the other
+    columns are those of `patterns.PatternScores`.
+    """
+
+    layer: int
+    head: int
+    role: str | None
+    score: float | None
+    previous_token: float
+    current_token: float
+    first_token: float
+    induction: float
+    duplicate_token: float
+    entropy_nats: float
+    normalized_entropy: float
+    mean_distance: float
+    output_norm: float
+
+
+@dataclass(frozen=True)
+class RoleEffect:
+    """The effects of all heads of one role: a row of by_role.csv, in nats per token.
+
+    `role` is None for the heads that have none; the heads' names stand in `heads`, the one with the
+    largest effect first.
+    """
+
+    role: str | None
+    num_heads: int
+    mean_effect_nats: float
+    largest_effect_nats: float
+    num_critical: int
+    num_useful: int
+    num_redundant: int
+    num_harmful: int
+    num_undetermined: int
+    heads: str
+
+
+@dataclass(frozen=True)
 class ScoreAgreement:
     """How one score compares with the measured effect: a row of agreement.csv.
 
@@ -159,7 +202,17 @@ class Saving:
     decode_tokens_per_second: float
 
 
-Row = TypeVar("Row", HeadEffect, HeadScore, ScoreAgreement, CurvePoint, Interaction, Saving)
+Row = TypeVar(
+    "Row",
+    HeadEffect,
+    HeadScore,
+    HeadRole,
+    RoleEffect,
+    ScoreAgreement,
+    CurvePoint,
+    Interaction,
+    Saving,
+)
 
 
 def write_rows(path: Path, kind: type[Row], rows: Sequence[Row]) -> None:
@@ -197,9 +250,18 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def _read_cell(cell: str, type_: Any) -> Any:
-    if type_ == float | None:
-        return float(cell) if cell else None
+    if type_ in (float | None, str | None):
+        return (float(cell) if type_ == float | None else cell) if cell else None
     return cell == "True" if type_ is bool else type_(cell)
+
+
+def with_roles(effects: Sequence[HeadEffect], roles: Sequence[HeadRole]) -> list[dict[str, Any]]:
+    """Return a mapping for each effect: its columns, and the head's role ("" where it has none)."""
+    role_of = {(row.layer, row.head): row.role for row in roles}
+    return [
+        dataclasses.asdict(row) | {"role": role_of.get((row.layer, row.head)) or ""}
+        for row in effects
+    ]
 
 
 def write_effects(path: Path, rows: Sequence[HeadEffect]) -> None:

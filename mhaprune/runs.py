@@ -14,8 +14,16 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from mhaprune.architectures import head_shape
 from mhaprune.baselines import Ablation
-from mhaprune.config import DatasetConfig, EvaluationConfig, MeasureConfig, plain
+from mhaprune.config import (
+    DatasetConfig,
+    EvaluationConfig,
+    HeadAtlasConfig,
+    MeasureConfig,
+    ReadingConfig,
+    plain,
+)
 from mhaprune.gating import check_gating
 from mhaprune.load import LoadedModel, load_hub_text, load_model, load_text_file, max_context
 from mhaprune.manifest import manifest
@@ -61,7 +69,7 @@ class Prepared:
         return TokenLoss(float(total_nats.sum()), int(self.num_tokens.sum()), num_bytes)
 
 
-def prepare(config: MeasureConfig) -> Prepared:
+def prepare(config: ReadingConfig) -> Prepared:
     """Load the model and the texts and cut them into windows.
 
     Raises ValueError for whatever does not fit: text and context, calibration and evaluation text,
@@ -69,18 +77,14 @@ def prepare(config: MeasureConfig) -> Prepared:
     """
     loaded = load_model(**plain(config.model))
     dataset, first_token = config.dataset, config.evaluation.first_token
-    separator = cast(Literal["none", "eos"], dataset.separator)
-    evaluation, calibration = (
-        tokenize(loaded.tokenizer, text, bos=dataset.bos, separator=separator)
-        for text in load_texts(dataset)
-    )
+    evaluation, calibration = tokenize_texts(loaded, dataset)
     check_disjoint(calibration, evaluation)
     length, stride = window_sizes(config.evaluation, max_context(loaded.model))
     windows = cut_windows(config.evaluation, length, stride, evaluation)
     check_gating(loaded.model, evaluation.ids[: min(8, length)])
     protocol = Protocol(
         text=dataset.path or dataset.name,
-        joiner=str(loaded.tokenizer.eos_token) if separator == "eos" else dataset.joiner,
+        joiner=str(loaded.tokenizer.eos_token) if dataset.separator == "eos" else dataset.joiner,
         bos=dataset.bos,
         context_length=length,
         stride=stride,
@@ -92,6 +96,16 @@ def prepare(config: MeasureConfig) -> Prepared:
     )
     donors = full_windows(calibration, length)[: config.evaluation.calibration_windows]
     return Prepared(loaded, evaluation, windows, calibration, donors, protocol)
+
+
+def tokenize_texts(loaded: LoadedModel, dataset: DatasetConfig) -> tuple[Tokens, Tokens]:
+    """Return the tokens of the evaluation text and of the calibration text."""
+    separator = cast(Literal["none", "eos"], dataset.separator)
+    evaluation, calibration = (
+        tokenize(loaded.tokenizer, text, bos=dataset.bos, separator=separator)
+        for text in load_texts(dataset)
+    )
+    return evaluation, calibration
 
 
 def load_texts(config: DatasetConfig) -> tuple[Text, Text]:
@@ -164,7 +178,11 @@ def full_windows(calibration: Tokens, length: int) -> tuple[Window, ...]:
 
 
 def keep_manifest(
-    directory: Path, config: MeasureConfig, prepared: Prepared, *, finished: bool
+    directory: Path,
+    config: MeasureConfig | HeadAtlasConfig,
+    prepared: Prepared,
+    *,
+    finished: bool,
 ) -> None:
     """Write manifest.json; a run that goes on keeps its start and must have its model and text.
 
@@ -176,7 +194,7 @@ def keep_manifest(
         "tokens_hash": prepared.tokens.hash,
         "calibration_hash": prepared.calibration.hash,
     }
-    started = datetime.now(UTC)
+    started, command = datetime.now(UTC), sys.argv
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         for what, (name, value) in zip(
@@ -187,14 +205,19 @@ def keep_manifest(
                     f"{directory} was measured with another {what} ({name} "
                     f"{before[name][:12]}, now {value[:12]}); start a new run"
                 )
-        started = datetime.fromisoformat(before["started_utc"])
+        started, command = datetime.fromisoformat(before["started_utc"]), before["command"]
+    shape = head_shape(prepared.loaded.model)
     entries = manifest(
         config=plain(config),
-        command=sys.argv,
+        command=command,
         seed=config.seed,
         device=str(prepared.loaded.model.device),
         dtype=config.model.dtype,
         protocol=asdict(prepared.protocol),
+        protocol_line=str(prepared.protocol),
+        num_threads=torch.get_num_threads(),
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
         started=started,
         finished=datetime.now(UTC) if finished else None,
         **hashes,

@@ -26,14 +26,14 @@ Row = Any
 class Tracker:
     """What a program tells about its run; does nothing when `run` is None.
 
-    `say` gets one line for each kind of trouble. `directory` holds the files of the run, and W&B's
-    own under `wandb/`.
+    `say` gets one line for each kind of trouble, unless its reason was told before. `directory`
+    holds the files of the run, and W&B's own under `wandb/`.
     """
 
     directory: Path
     say: Callable[[str], None]
     run: Any = None
-    _troubles: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
 
     @property
     def sync_file(self) -> Path | None:
@@ -81,17 +81,27 @@ class Tracker:
 
     def finish(self, exit_code: int) -> None:
         """Close the run; 0 means finished, anything else failed."""
-        self._try("the run was not closed", lambda run: run.finish(exit_code=exit_code))
+        if not self._try("the run was not closed", lambda run: run.finish(exit_code=exit_code)):
+            # W&B's process may be gone: without this the next run would look for it too, and W&B
+            # itself, with a traceback, when the program ends.
+            with contextlib.suppress(Exception):
+                import wandb
 
-    def _try(self, trouble: str, action: Callable[[Any], object]) -> None:
+                wandb.teardown()
+
+    def _try(self, trouble: str, action: Callable[[Any], object]) -> bool:
+        """Return whether it worked; say why not, once for each kind of trouble and each reason."""
         if self.run is None:
-            return
+            return True
         try:
             action(self.run)
         except Exception as error:
-            if trouble not in self._troubles:
-                self._troubles.add(trouble)
+            news = {trouble, _reason(error)}
+            if not news & self._told:
                 self.say(_in_one_line(trouble, error, self.directory))
+            self._told |= news
+            return False
+        return True
 
 
 @contextmanager
@@ -201,6 +211,12 @@ def _artifact_name(run_name: str) -> str:
     return re.sub(r"[^\w.-]", "-", run_name, flags=re.ASCII)[:128]
 
 
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _in_one_line(trouble: str, error: Exception, directory: Path) -> str:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return f"W&B: {trouble} ({reason}). The files in {directory} are complete without it."
+    return (
+        f"W&B: {trouble} ({_reason(error)}). The files in {directory} are complete without it; "
+        f"mhaprune sync {directory} shows them there later."
+    )

@@ -22,11 +22,9 @@ from mhaprune.config import (
     PruningConfig,
     RankHeadsConfig,
     plain,
-    refuse_used_directory,
-    resumed_directory,
-    run_program,
     validate,
 )
+from mhaprune.launch import refuse_used_directory, resumed_directory, run_program
 from mhaprune.scores.catalogue import SCORES
 
 GROUPS = ("model", "dataset", "evaluation", "ablation", "tracker", "score")
@@ -89,11 +87,20 @@ def test_what_a_file_says_is_what_a_program_gets(choice):
     group, name = choice.split("=")
     said = OmegaConf.to_container(OmegaConf.load(CONF_DIR / group / f"{name}.yaml"))
     assert isinstance(said, dict)
-    got = plain(validated(choice, *NEEDED.get(choice, ())))[group]
+    config = plain(validated(choice, *NEEDED.get(choice, ())))
+    got = config[group]
     user_says = {override.split("=")[0].split(".")[1] for override in NEEDED.get(choice, ())}
     for key, value in said.items():
         if key != "defaults" and key not in user_says:
-            assert got[key] == value, key
+            assert got[key] == filled_in(value, config), key
+
+
+def filled_in(value: object, config: dict[str, Any]) -> object:
+    """Put the configuration's own values in for ${group.key}."""
+    if isinstance(value, list):
+        return [filled_in(each, config) for each in value]
+    place = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", value) if isinstance(value, str) else None
+    return config[place[1]][place[2]] if place else value
 
 
 def test_the_combinations_cover_the_groups_that_are_not_paired():
@@ -503,7 +510,8 @@ def test_a_job_that_fails_in_a_sweep_lets_the_others_run(run, capfd, tmp_path):
 
 
 PROGRAM = """
-from mhaprune.config import RankHeadsConfig, run_program
+from mhaprune.config import RankHeadsConfig
+from mhaprune.launch import run_program
 run_program(lambda config, directory: print(directory), RankHeadsConfig, "rank_heads")
 """
 

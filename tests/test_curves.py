@@ -357,6 +357,9 @@ CURVES = [
 def test_the_summary_has_each_order_at_each_increase_and_the_areas():
     summary = summarize(CURVES)
     assert summary.pop("baseline/perplexity") == pytest.approx(np.e)
+    assert summary.pop("pruning/smallest_area") == pytest.approx(0.026)
+    best = [summary.pop(f"pruning/most_heads_at_{name}") for name in ("1pct", "5pct", "10pct")]
+    assert best == [0, 1, 2]
     areas = [summary.pop(f"area_nats_{direction}_first") for direction in ("least", "most")]
     assert areas[0] == pytest.approx({"fisher": 0.026, "random_0": 0.0525, "random_1": 0.49})
     assert areas[1] == pytest.approx({"fisher": 0.2})

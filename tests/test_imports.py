@@ -12,19 +12,20 @@ LAYERS = (
     # 0: plain numbers
     "agreement control_variates heads statistics windows",
     # 1: torch
-    "architectures attention attention_toy baselines gating patterns perplexity replay text",
+    "architectures attention attention_toy baselines eager gating patterns perplexity replay text",
     # 2: what answers a question about heads
     "compaction head_sets healing modeling_pruned optimal pruning savings scores",
     # 3: the edges; they do not know each other
-    "config console export load machine manifest report results store stories tracking",
+    "config console export load machine manifest page report results store stories tracking",
     # 4: what ties the edges together
-    "cli curves exporting measuring ranking runs scoring",
+    "atlas cli comparing curves exporting launch measuring ranking recording reporting reproducing "
+    "runs scoring syncing",
 )
 EDGES = 3
 KNOWN_ONLY_BY = {
     "wandb": ("mhaprune.tracking",),
-    "hydra": ("mhaprune.config", "experiments"),
-    "omegaconf": ("mhaprune.config", "experiments"),
+    "hydra": ("mhaprune.config", "mhaprune.launch", "experiments"),
+    "omegaconf": ("mhaprune.config", "mhaprune.launch", "experiments"),
     "datasets": ("mhaprune.load",),
     "huggingface_hub": ("mhaprune.load",),
 }

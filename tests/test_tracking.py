@@ -201,7 +201,8 @@ def test_each_trouble_after_the_start_is_told_in_one_line_and_the_program_goes_o
     trouble = "the run was not closed" if method == "finish" else "the results were not logged"
     assert said == [
         f"W&B: {trouble} ({method}: no route to host). "
-        f"The files in {tmp_path} are complete without it."
+        f"The files in {tmp_path} are complete without it; "
+        f"mhaprune sync {tmp_path} shows them there later."
     ]
     assert run.exit_codes == ([] if method == "finish" else [0])
 
@@ -215,6 +216,25 @@ def test_progress_that_cannot_be_logged_is_told_once(
         for num_done in range(3):
             tracker.log_progress({"progress/heads_done": num_done})
     assert len(said) == 1 and said[0].startswith("W&B: progress was not logged (")
+
+
+def test_one_reason_is_told_once_though_it_spoils_both_the_results_and_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And W&B is ended, so that the next run does not look for its process that is gone."""
+
+    class LostRun(FakeRun):
+        def _break(self, method: str) -> None:
+            raise ConnectionResetError("Connection lost")
+
+    said: list[str] = []
+    ended: list[bool] = []
+    use_fake_wandb(monkeypatch, lambda **_: LostRun())
+    monkeypatch.setattr(sys.modules["wandb"], "teardown", lambda: ended.append(True), raising=False)
+    with open_track(tmp_path, said.append) as tracker:
+        log_results(tracker, tmp_path)
+    assert len(said) == 1 and said[0].startswith("W&B: the results were not logged (Connection lo")
+    assert ended == [True]
 
 
 def test_a_failure_to_close_does_not_hide_why_the_program_failed(
@@ -255,7 +275,10 @@ def test_a_run_that_cannot_start_is_told_in_one_line_and_not_tracked(
     }
     assert len(said) == 1 and "\n" not in said[0] and expected[why] in said[0]
     assert said[0].startswith("W&B: this run is not tracked (")
-    assert said[0].endswith(f"The files in {tmp_path} are complete without it.")
+    assert said[0].endswith(
+        f"The files in {tmp_path} are complete without it; "
+        f"mhaprune sync {tmp_path} shows them there later."
+    )
 
 
 def test_tracker_none_does_nothing_and_does_not_import_wandb(

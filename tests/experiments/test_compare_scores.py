@@ -15,7 +15,8 @@ from scipy import stats
 from experiments import compare_scores as program
 from mhaprune import scoring
 from mhaprune.agreement import rank_agreement
-from mhaprune.config import CompareScoresConfig, run_program
+from mhaprune.config import CompareScoresConfig
+from mhaprune.launch import run_program
 from mhaprune.scores.catalogue import SCORES
 
 SMALL = [
@@ -32,7 +33,7 @@ AGREEMENT_CSV = (
 ).split()
 FILES = {
     *("agreement.csv", "cost.png", "manifest.json", "measurements.jsonl", "scatter.png"),
-    *("scores.csv", "summary.json"),
+    *("report.html", "scores.csv", "summary.json"),
 }
 Run = Callable[..., Path]
 
@@ -111,7 +112,8 @@ def test_a_comparison_leaves_its_files_and_says_what_it_concludes(run, capsys):
     ]
     assert max(map(len, lines[table : table + 11])) <= 80
     assert summary["compare/conclusion"] in lines
-    assert lines[-1] == f"Files in {directory}: {', '.join(sorted(FILES))}"
+    assert lines[-2] == f"Files in {directory}: {', '.join(sorted(FILES))}"
+    assert lines[-1] == f"Page: {directory}/report.html"
 
     tables = directory.glob("wandb/offline-run-*/files/media/table/*.table.json")
     shown = {path.name.split("_")[0]: json.loads(path.read_text()) for path in tables}

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from experiments import prune_heads as program
-from mhaprune.config import PruneHeadsConfig, run_program, validate
+from mhaprune.config import PruneHeadsConfig, validate
+from mhaprune.launch import run_program
 from mhaprune.perplexity import row_nats, window_batch
 from mhaprune.runs import prepare
 
@@ -22,7 +23,10 @@ SMALL = [
     *("evaluation.rows_per_batch=16", "pruning.random_orders=2", "pruning.step=8"),
 ]
 COLUMNS = "ordering direction num_removed nats_per_token perplexity ci_low ci_high".split()
-FILES = {*("curve.csv", "curves.png", "manifest.json", "measurements.jsonl", "summary.json")}
+FILES = {
+    *("curve.csv", "curves.png", "manifest.json", "measurements.jsonl", "report.html"),
+    "summary.json",
+}
 ALONE = ["~pruning.orderings.activation_norm", "~pruning.orderings.gradient"]
 NAMED = ["leave_one_out", "gradient", "activation_norm"]
 RANDOM = ["random_0", "random_1"]
@@ -110,7 +114,13 @@ def test_the_summary_says_how_many_heads_can_go_by_each_order(pruned):
     summary = read(pruned / "run" / "summary.json")
     counts = [f"heads_removed_at_{increase}" for increase in ("1pct", "5pct", "10pct")]
     areas = ["area_nats_least_first", "area_nats_most_first"]
-    assert summary.keys() == {"baseline/perplexity", *counts, *areas}
+    best = [f"pruning/most_heads_at_{increase}" for increase in ("1pct", "5pct", "10pct")]
+    flat = {"baseline/perplexity", "pruning/smallest_area", *best}
+    assert summary.keys() == {*flat, *counts, *areas}
+    for name, count in zip(best, counts, strict=True):
+        assert summary[name] == max(summary[count][order] for order in NAMED)
+    least = summary["area_nats_least_first"]
+    assert summary["pruning/smallest_area"] == min(least[order] for order in NAMED)
     for key in counts:
         assert summary[key].keys() == {*NAMED, *RANDOM}
         assert {*summary[key].values()} <= {0, 8, 16}

@@ -25,8 +25,9 @@ from transformers import GPT2LMHeadModel
 
 from experiments import rank_heads as program
 from mhaprune import measuring, ranking
-from mhaprune.config import CONF_DIR, RankHeadsConfig, run_program, validate
+from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
 from mhaprune.heads import Head, select_heads
+from mhaprune.launch import run_program
 from mhaprune.stories import story_texts
 
 CONTEXT, NUM_WINDOWS = 16, 6
@@ -37,7 +38,10 @@ COLUMNS = (
     "delta_ppl_low delta_ppl_high standard_error num_windows "
     "correlation variance_reduction"
 ).split()
-FILES = {*("effects.csv", "heatmap.png", "manifest.json", "measurements.jsonl", "summary.json")}
+FILES = {
+    *("effects.csv", "heatmap.png", "manifest.json", "measurements.jsonl", "summary.json"),
+    *("attention.npz", "by_role.csv", "report.html", "roles.csv"),
+}
 Run = Callable[..., Path]
 
 
@@ -283,7 +287,7 @@ def test_the_summary_says_finished_so_it_is_written_last(
         patch.setattr(ranking, "save_png", disk_is_full)
         assert refused(*place.arguments()) == "disk full"
     written = {path.name for path in (tmp_path / "run").iterdir() if path.is_file()}
-    assert written == FILES - {"summary.json", "heatmap.png"}
+    assert written == {"effects.csv", "manifest.json", "measurements.jsonl"}
     assert json_in(tmp_path / "run", "manifest.json")["finished_utc"] is None
     run(f"resume={tmp_path / 'run'}", name=None)
     assert json_in(tmp_path / "run", "manifest.json")["finished_utc"]
@@ -301,7 +305,10 @@ def scores_in(directory: Path) -> list[dict[str, str]]:
 def test_ranking_by_gradient_writes_scores_and_no_effects(run, place, capsys, engine):
     directory = run(*place.arguments(), "score=gradient", f"evaluation.engine={engine}")
     names = {path.name for path in directory.iterdir() if path.is_file()}
-    assert names == {"scores.csv", "heatmap.png", "manifest.json", "summary.json"}
+    assert names == {
+        *("scores.csv", "heatmap.png", "manifest.json", "summary.json"),
+        *("attention.npz", "report.html", "roles.csv"),
+    }
     assert (directory / "heatmap.png").read_bytes().startswith(b"\x89PNG\r\n")
     rows = scores_in(directory)
     assert list(rows[0]) == ["score", "layer", "head", "value", "standard_error"]
@@ -499,7 +506,8 @@ def test_an_interrupted_run_keeps_what_it_measured_and_measures_only_the_rest(
 
 def test_resuming_a_finished_run_changes_no_number_and_measures_nothing(run, place, monkeypatch):
     directory = run(*place.arguments())
-    before = {name: (directory / name).read_bytes() for name in FILES - {"manifest.json"}}
+    dated = {"manifest.json", "report.html"}
+    before = {name: (directory / name).read_bytes() for name in FILES - dated}
     monkeypatch.setattr(measuring, "measure", interrupted_after(0))
     run(f"resume={directory}", name=None)
     assert {name: (directory / name).read_bytes() for name in before} == before
@@ -603,11 +611,11 @@ def test_an_offline_w_and_b_run_shows_what_the_files_say(run, place):
     directory = run(*place.arguments(), "tracker=offline")
     [file] = directory.glob("wandb/offline-run-*/files/media/table/heads*.table.json")
     table = json.loads(file.read_text())
-    assert table["columns"] == ["name", *COLUMNS]
+    assert table["columns"] == ["name", *COLUMNS, "role"]
     effects = effects_in(directory)
     assert [row[0] for row in table["data"]] == [str(head) for head in effects]
     for shown, row in zip(table["data"], effects.values(), strict=True):
-        cells = ["" if cell is None else str(cell) for cell in shown[1:]]
+        cells = ["" if cell is None else str(cell) for cell in shown[1:-1]]
         assert cells == list(row.values())
 
     shown = {
@@ -617,7 +625,8 @@ def test_an_offline_w_and_b_run_shows_what_the_files_say(run, place):
     assert shown["baseline/perplexity"] > 1
     [artifact] = [a for a in wandb_records(directory, "artifact") if a["type"] == "ranking"]
     files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
-    assert files.keys() == {"effects.csv", "summary.json", "manifest.json"}
+    tables = {"effects.csv", "roles.csv", "by_role.csv"}
+    assert files.keys() == {*tables, "summary.json", "manifest.json", "report.html"}
     assert all(path.read_bytes() == (directory / n).read_bytes() for n, path in files.items())
     [closed] = wandb_records(directory, "exit")
     assert closed.get("exit_code", 0) == 0  # a zero is not written
@@ -658,6 +667,10 @@ def test_the_terminal_shows_protocol_perplexity_heads_counts_and_files(run, caps
     assert named == sorted(candidates, key=lambda name: quiet[name])[:10]
     assert max(len(line) for line in lines[top : redundant + 12]) <= 80
 
-    assert lines[-2].startswith("32 heads: ")
-    assert f"{summary['heads/num_redundant']} redundant" in lines[-2]
-    assert lines[-1] == f"Files in {directory}: {', '.join(sorted(FILES))}"
+    [counts] = [line for line in lines if line.startswith("32 heads: ")]
+    assert f"{summary['heads/num_redundant']} redundant" in counts
+    roles = lines[lines.index("Effects by role") :]
+    assert roles[1].split() == "role heads mean effect critical redundant most important".split()
+    assert max(len(line) for line in roles[:-2]) <= 80
+    assert lines[-2] == f"Files in {directory}: {', '.join(sorted(FILES))}"
+    assert lines[-1] == f"Page: {directory}/report.html"
