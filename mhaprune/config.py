@@ -12,6 +12,12 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 Schema = TypeVar("Schema")
+EXTRA_OF_LAUNCHER = {
+    "joblib": "joblib",
+    "submitit_local": "slurm",
+    "submitit_slurm": "slurm",
+    "ray": "ray",
+}
 EXAMPLE = "The cat sat on the mat because it was tired"
 
 
@@ -400,8 +406,13 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    if isinstance(error, MissingConfigException) and error.options:
+    if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group == "hydra/launcher" and option in EXTRA_OF_LAUNCHER:
+            install = f"pip install -c constraints.txt -e '.[{EXTRA_OF_LAUNCHER[option]}]'"
+            return f"{group}={option} is not installed; get it by {install}"
+        if not error.options:
+            return lines[0]
         return f"{group}={option} is not one of {', '.join(error.options)}"
     if lines[0].startswith("Ambiguous value"):
         return f"{lines[0]}: add -m to run one job for each, or write [...] for a list"

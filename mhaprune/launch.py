@@ -60,6 +60,7 @@ def run_program(
     """
 
     def run(config: Mapping[str, Any]) -> None:
+        sys.argv = command  # a job in another process has that process's, and the manifest asks
         directory = Path(HydraConfig.get().runtime.output_dir)
         if HydraConfig.get().mode is RunMode.RUN:
             with plain_exits(directory), suppress(OthersAtWork):
@@ -89,6 +90,7 @@ def run_program(
         else:
             refuse_used_directory(arguments)
             sys.argv[1:] = with_shards(arguments)
+            command = list(sys.argv)
             conf = snapshot(CONF_DIR, Path("runs") / ".conf") if is_sweep(arguments) else CONF_DIR
             start = hydra.main(version_base="1.3", config_path=str(conf), config_name=config_name)
             start(run)()
@@ -101,6 +103,8 @@ def job_of_sweep(directory: Path, after_job: Callable[[Path], object]) -> Iterat
     failure.unlink(missing_ok=True)
     try:
         yield
+    except SystemExit:  # no failure: the scheduler stops the job and will start it again
+        raise
     except BaseException as error:
         write_json(failure, {"error": one_line(error)})
         raise

@@ -86,6 +86,9 @@ def measure_losses(
             losses = _measure_adaptively(measurer, heads, say, log)
             return replace(losses, matmul_error_nats=error_nats)
         units = plan(heads, measurer.all_windows, config.evaluation.windows_per_unit)
+        share = units if shard is None else share_of(units, *shard)
+        if found := len(share) - measurer.num_missing(share):
+            say(f"{found} of {len(share)} units of work are measured already, and skipped")
         if shard is not None:
             left = measurer.measure_share(units, shard)
             if left:
@@ -119,18 +122,21 @@ class Measurer:
         self.rows = rows_at_once(prepared, config.evaluation)
         self.ablation = prepare_ablation(prepared, heads, config, self.rows, advance)
 
+    def num_missing(self, units: Sequence[Unit]) -> int:
+        """Return how many of the units were in the store neither when it was read nor since."""
+        kind = self.config.ablation.kind
+        return sum(unit.stored(kind) not in self.known for unit in units)
+
     def measure_share(self, units: Sequence[Unit], shard: tuple[int, int]) -> int:
-        """Measure one of `count` nearly equal stretches of the units; return how many are left.
+        """Measure the share of shard (index, count); return how many units are left.
 
         Others may have measured theirs meanwhile: the store is read anew.
         """
-        index, count = shard
-        share = [unit for n, unit in enumerate(units) if n * count // len(units) == index]
+        share = share_of(units, *shard)
         self.advance(0, num_rows(share))
         self.losses(share)
         self.known = self.store.completed(self.key)
-        kind = self.config.ablation.kind
-        return sum(unit.stored(kind) not in self.known for unit in units)
+        return self.num_missing(units)
 
     def losses(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
         """Return the total nats of each unit's variants on its windows."""
@@ -187,6 +193,11 @@ def log_heads(
             log({"heads/done": done})
 
     return told
+
+
+def share_of(units: Sequence[Unit], index: int, count: int) -> list[Unit]:
+    """Return one of `count` nearly equal stretches of the units."""
+    return [unit for n, unit in enumerate(units) if n * count // len(units) == index]
 
 
 def _measure_adaptively(

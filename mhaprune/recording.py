@@ -1,6 +1,5 @@
 """What every program does around its question: say what runs, keep its files, show it in W&B."""
 
-import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from mhaprune.console import say
 from mhaprune.manifest import hide_private, is_finished
 from mhaprune.measuring import OthersAtWork
 from mhaprune.reporting import write_report
-from mhaprune.results import write_json
+from mhaprune.results import only_one, write_json
 from mhaprune.runs import Prepared, keep_manifest
 from mhaprune.tracking import Tracker, track
 
@@ -87,12 +86,3 @@ def recorded(
     if unfinished is not None:
         say(console, f"This shard is done; {unfinished}, and the last of them writes the files")
         raise unfinished
-
-
-@contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Let one process at a time in; a process that dies lets the next one in."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        path.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from mhaprune.results import (
     Row,
     Saving,
     ScoreAgreement,
+    only_one,
     read_rows,
     write_atomically,
 )
@@ -185,9 +186,13 @@ def write_index(sweep: Path) -> Path:
 
 
 def refresh_index(directory: Path) -> None:
-    """Write the index of the sweep that a job's directory belongs to, if it belongs to one."""
+    """Write the index of the sweep that a job's directory belongs to, if it belongs to one.
+
+    Jobs end side by side: the last to write it has to be the last to read what it shows.
+    """
     if (directory.parent / "multirun.yaml").exists():
-        write_index(directory.parent)
+        with only_one(directory.parent / ".indexing"):
+            write_index(directory.parent)
 
 
 def runs_below(sweep: Path) -> list[Path]:

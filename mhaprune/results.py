@@ -3,12 +3,14 @@
 import contextlib
 import csv
 import dataclasses
+import fcntl
 import io
 import json
 import math
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +46,26 @@ def write_json(path: Path, obj: object) -> None:
     except ValueError as error:
         raise ValueError(f"{path}: expected finite numbers only, got {error}") from error
     write_atomically(path, text + "\n")
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Let one process at a time in; a process that dies lets the next one in."""
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(path, file.fileno()):
+                continue  # it was removed by whoever was in before
+            yield
+            path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 @dataclass(frozen=True)
