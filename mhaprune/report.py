@@ -11,7 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from scipy.stats import rankdata
 
+POINTS_PER_UNIT = 110  # of correlation, on a figure of `cost_against_agreement`
+LINE_OF_TEXT = 0.09  # of correlation
 NOT_MEASURED = {"facecolor": "0.88", "edgecolor": "0.65", "hatch": "////"}
 MARKS = {"critical": ("black", "white"), "redundant": ("none", "0.3")}  # verdict: (inside, rim)
 
@@ -117,7 +120,11 @@ def save_png(figure: Figure, path: Path) -> None:
 def score_scatter(
     scores: Mapping[str, Float[np.ndarray, "head"]], effects_nats: Float[np.ndarray, "head"]
 ) -> Figure:
-    """Draw the measured effects and all scores against each other, head by head."""
+    """Draw the heads' ranks by the measured effect and by all scores against each other.
+
+    Ranks, as one critical head would press all others into a corner; the histograms are of the
+    values themselves. The most important head is at the top and at the right.
+    """
     columns = {"measured effect": effects_nats, **scores}
     count = len(columns)
     figure = Figure(figsize=(1.5 * count + 1, 1.5 * count + 0.5), layout="constrained")
@@ -130,7 +137,9 @@ def score_scatter(
             if row == column:
                 axes.hist(x, bins=16, color="0.6")
             else:
-                axes.scatter(x, y, s=7, color="tab:blue", alpha=0.6, linewidth=0)
+                axes.scatter(
+                    rankdata(x), rankdata(y), s=7, color="tab:blue", alpha=0.6, linewidth=0
+                )
             if row == count - 1:
                 axes.set_xlabel(left.replace("_", "\n"), fontsize=8)
             if column == 0:
@@ -144,22 +153,15 @@ def cost_against_agreement(
     """Draw each score's Spearman correlation (value, low, high) over its cost in forward passes."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    named: list[str] = []
-    for name, cost in passes.items():
-        value, low, high = spearman[name]
+    lowest: dict[float, float] = {}  # name at each cost so far, going down: none over another
+    for name in sorted(passes, key=lambda name: -spearman[name][0]):
+        cost, (value, low, high) = max(passes[name], 0.5), spearman[name]
         reach = [[max(0.0, value - low)], [max(0.0, high - value)]]
-        axes.errorbar(max(cost, 0.5), value, yerr=reach, fmt="o", capsize=3)
-        beside = sum(
-            passes[other] == cost and abs(spearman[other][0] - value) < 0.05 for other in named
-        )
-        axes.annotate(
-            name,
-            (max(cost, 0.5), value),
-            xytext=(6, 4 - 10 * beside),  # not over the name of one that lies at the same place
-            textcoords="offset points",
-            fontsize=8,
-        )
-        named.append(name)
+        axes.errorbar(cost, value, yerr=reach, fmt="o", capsize=3)
+        lowest[cost] = min(value, lowest.get(cost, np.inf) - LINE_OF_TEXT)
+        moved = POINTS_PER_UNIT * (lowest[cost] - value)
+        place = {"xytext": (6, 4 + moved), "textcoords": "offset points"}
+        axes.annotate(name, (cost, value), **place, fontsize=8)
     axes.axhline(0, color="0.7", linewidth=0.8)
     axes.set(xscale="log", xlabel="cost, forward passes over the calibration text (0 drawn at 0.5)")
     axes.set(ylabel="Spearman correlation with the measured effect", ylim=(-1.05, 1.05))

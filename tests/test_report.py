@@ -1,5 +1,6 @@
 """The heatmap shows each head's effect where the head is, and is the same picture every time."""
 
+import itertools
 import math
 
 import numpy as np
@@ -189,7 +190,8 @@ def test_effects_and_scores_are_drawn_each_against_each():
                 assert len(axes.collections) == 0
             else:
                 [dots] = axes.collections
-                np.testing.assert_array_equal(dots.get_offsets(), np.stack([x, y], 1))
+                ranks = [1 + np.array([(each < value).sum() for value in each]) for each in (x, y)]
+                np.testing.assert_array_equal(dots.get_offsets(), np.stack(ranks, 1))
 
 
 def test_the_outer_plots_name_what_is_drawn():
@@ -231,6 +233,16 @@ def test_each_score_stands_at_its_cost_and_agreement_with_its_interval_and_name(
     assert low <= -1 and high >= 1
     assert axes.get_xlabel().startswith("cost, forward passes")
     assert axes.get_ylabel() == "Spearman correlation with the measured effect"
+
+
+def test_names_of_scores_at_one_place_do_not_lie_over_each_other():
+    close = {"gradient": 0.61, "fisher": 0.608, "attribution": 0.55, "shapley": 0.61}
+    passes = dict.fromkeys(close, 3.0) | {"shapley": 56.0}
+    figure = cost_against_agreement(passes, {name: (v, v, v) for name, v in close.items()})
+    FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 @pytest.mark.parametrize(
