@@ -50,12 +50,10 @@ def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
             losses = measure_losses(prepared, heads, config, directory, advance)
         delta_nats = losses.ablated_nats - losses.intact_nats
         scored = []
-        with progress(console, f"{len(config.scores)} scores") as advance:
-            advance(0, len(config.scores))
-            for name, options in config.scores.items():
+        for number, (name, options) in enumerate(config.scores.items(), start=1):
+            with progress(console, f"score {number} of {len(config.scores)}: {name}"):
                 scored.append(compute_score(name, options, subject))
-                say(console, f"{name}: {scored[-1].seconds:.1f} s")
-                advance(1)
+            say(console, f"{name}: {scored[-1].seconds:.1f} s")
         sample = delta_nats, prepared.num_tokens, prepared.blocks
         rows = [agreement_row(one, heads, *sample, config, top_k) for one in scored]
         summary = {"compare/conclusion": conclude(rows), "compare/num_heads": len(heads)}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from inspect import signature
 from itertools import cycle, islice, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir

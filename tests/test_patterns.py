@@ -17,20 +17,18 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mhaprune.eager import eager_attention, map_patterns, model_patterns
 from mhaprune.load import LoadedModel, load_model
 from mhaprune.patterns import (
     PatternScores,
     Role,
     current_token_score,
     duplicate_token_score,
-    eager_attention,
     entropy_nats,
     first_token_score,
     induction_score,
-    map_patterns,
     mean_distance,
     measure_patterns,
-    model_patterns,
     normalized_entropy,
     offset_score,
     previous_token_score,
