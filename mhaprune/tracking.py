@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from mhaprune.heads import Head
 
+HASH_DIGITS = 16
 Mode = Literal["online", "offline", "none"]
 Row = Any
 """One head: a dataclass or a dict with `layer`, `head` and whatever else was found out."""
@@ -57,7 +58,9 @@ class Tracker:
         """Show the results: summary numbers, tables and pictures by name, and the files.
 
         `files` become an artifact of type "ranking" that is named after the run and carries the two
-        hashes. All numbers are finite; the rows of a table have the same columns.
+        hashes. Online, where W&B allows that, its lineage leads to artifacts of type "model" and
+        "text" that are named after them. All numbers are finite; the rows of a table have the same
+        columns.
         """
 
         def show(run: Any) -> None:
@@ -72,6 +75,10 @@ class Tracker:
             }
             run.log(shown | {name: wandb.Image(str(path)) for name, path in pictures.items()})
             hashes = {"weights_hash": weights_hash, "tokens_hash": tokens_hash}
+            inputs = {} if run.offline else {"model": "weights_hash", "text": "tokens_hash"}
+            for kind, name in inputs.items():  # without files, as they stand for what was measured
+                source = f"{kind}-{hashes[name][:HASH_DIGITS]}"
+                run.use_artifact(wandb.Artifact(source, type=kind, metadata={name: hashes[name]}))
             artifact = wandb.Artifact(_artifact_name(run.name), type="ranking", metadata=hashes)
             for file in files:
                 artifact.add_file(str(file), name=file.name)

@@ -157,7 +157,8 @@ class FakeRun:
     """Notes what it is told; `broken` names the methods that fail."""
 
     def __init__(self, broken: tuple[str, ...] = ()) -> None:
-        self.broken, self.name, self.disabled = broken, "run", False
+        self.broken, self.name, self.disabled, self.offline = broken, "run", False, False
+        self.used: list[tuple[str, str, dict[str, str]]] = []
         self.exit_codes: list[int] = []
         self.summary: dict[str, object] = {}
         self.logged: list[dict[str, object]] = []
@@ -173,24 +174,30 @@ class FakeRun:
     def log_artifact(self, artifact: object) -> None:
         self._break("log_artifact")
 
+    def use_artifact(self, artifact: object) -> None:
+        self._break("use_artifact")
+        self.used.append(artifact.made_of)  # pyright: ignore[reportAttributeAccessIssue]
+
     def finish(self, exit_code: int) -> None:
         self._break("finish")
         self.exit_codes.append(exit_code)
 
 
 def use_fake_wandb(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
-    artifact = SimpleNamespace(add_file=lambda path, name: None)
+    def artifact(name: str, type: str, metadata: dict[str, str]) -> SimpleNamespace:
+        return SimpleNamespace(add_file=lambda path, name: None, made_of=(name, type, metadata))
+
     fake = SimpleNamespace(
         init=init,
         Settings=SimpleNamespace,
         Table=SimpleNamespace,
         Image=lambda path: path,
-        Artifact=lambda name, type, metadata: artifact,
+        Artifact=artifact,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
 
 
-@pytest.mark.parametrize("method", ["log", "log_artifact", "finish"])
+@pytest.mark.parametrize("method", ["log", "use_artifact", "log_artifact", "finish"])
 def test_each_trouble_after_the_start_is_told_in_one_line_and_the_program_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
 ) -> None:
@@ -216,6 +223,22 @@ def test_progress_that_cannot_be_logged_is_told_once(
         for num_done in range(3):
             tracker.log_progress({"progress/heads_done": num_done})
     assert len(said) == 1 and said[0].startswith("W&B: progress was not logged (")
+
+
+def test_the_lineage_of_a_ranking_leads_to_model_and_text_by_their_hashes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    online, offline = FakeRun(), FakeRun()
+    offline.offline = True
+    for run in (online, offline):
+        use_fake_wandb(monkeypatch, lambda run=run, **_: run)
+        with open_track(tmp_path, print) as tracker:
+            log_results(tracker, tmp_path, weights_hash="a" * 64, tokens_hash="b" * 64)
+    assert online.used == [
+        ("model-" + "a" * 16, "model", {"weights_hash": "a" * 64}),
+        ("text-" + "b" * 16, "text", {"tokens_hash": "b" * 64}),
+    ]
+    assert offline.used == []  # W&B refuses
 
 
 def test_one_reason_is_told_once_though_it_spoils_both_the_results_and_the_end(
