@@ -330,10 +330,13 @@ def print_roles(console: Console, rows: Sequence[RoleRow]) -> None:
     console.print()
 
 
-def print_heads_by_role(console: Console, heads: Mapping[str, Sequence[str]]) -> None:
-    """Print the names of the heads that have each role."""
+def print_heads_by_role(
+    console: Console, heads: Mapping[str, Sequence[str]], count: int = 8
+) -> None:
+    """Print the first `count` heads that have each role, and how many more there are."""
     for role, names in heads.items():
-        say(console, f"{role}: {', '.join(names) or 'no head'}")
+        more = f" and {len(names) - count} more" if len(names) > count else ""
+        say(console, f"{role}: {', '.join(names[:count]) or 'no head'}{more}")
     console.print()
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from mhaprune.console import (
     print_agreement,
     print_files,
+    print_heads_by_role,
     print_ranking,
     print_removable,
     print_savings,
@@ -307,3 +308,14 @@ def test_what_removing_heads_buys_is_a_line_for_each_model_in_80_columns():
         ["1200", "9", "0", "1", "12"],
     ]
     assert end == ""
+
+
+def test_of_many_heads_with_a_role_the_first_are_named_and_the_others_counted(capsys):
+    heads = {"sink": [f"L{n}H0" for n in range(11)], "induction": ["L5H5"], "current token": []}
+    print_heads_by_role(Console(width=80), heads)
+    assert capsys.readouterr().out.splitlines() == [
+        "sink: L0H0, L1H0, L2H0, L3H0, L4H0, L5H0, L6H0, L7H0 and 3 more",
+        "induction: L5H5",
+        "current token: no head",
+        "",
+    ]
