@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from mhaprune.heads import Head
 
+FINISH_SECONDS = 600  # for the upload at the end: without a limit a lost network would hold it up
 HASH_DIGITS = 16
 Mode = Literal["online", "offline", "none"]
 Row = Any
@@ -162,7 +163,14 @@ def _start(**arguments: Any) -> Any:
     import wandb
 
     # Whoever is online but not logged in is asked for a key: not for ever, the heads are waiting.
-    settings = wandb.Settings(console="off", silent=True, init_timeout=30, login_timeout=30)
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        init_timeout=30,
+        login_timeout=30,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+    )
     run = wandb.init(settings=settings, **arguments)
     if run.disabled:
         raise RuntimeError("nobody logged in; run `wandb login` first")
