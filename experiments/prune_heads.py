@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mhaprune.architectures import head_shape
-from mhaprune.config import PruneHeadsConfig, title_of
+from mhaprune.config import PruneHeadsConfig, plain, title_of
 from mhaprune.console import (
     print_files,
     print_removable,
@@ -67,14 +67,15 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
             together = measure_interactions(config, orders[0].heads, measurer)
             savings, healed = look_at_pruned(config, prepared, curves, measurer)
             curves += healed
-        write_curves(directory, curves, together, title_of(config))
+        write_curves(directory, curves, together, title_of(plain(config)))
         if savings:
             write_rows(directory / "savings.csv", Saving, savings)
         tables = {"curve": curve_points(curves), "interactions": together, "savings": savings}
-        recording.finish(summarize(curves), tables)
+        summary = summarize(curves)
+        recording.finish(summary, tables)
     if savings:
         print_savings(console, savings)
-    print_removable(console, removable_rows(curves))
+    print_removable(console, removable_rows(summary))
     export_pruned(config, prepared, curves, measurer.ablation, directory, lambda x: say(console, x))
     print_files(console, directory)
 

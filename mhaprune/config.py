@@ -395,10 +395,10 @@ def plain(config: object) -> dict[str, Any]:
     return {str(key): value for key, value in made.items()}
 
 
-def title_of(config: ReadingConfig) -> str:
-    """Return what the pictures of a run are of, in a few words."""
-    ablation = f", {config.ablation.kind} ablation" if isinstance(config, MeasureConfig) else ""
-    return f"{config.model.name} on {config.dataset.name}{ablation}"
+def title_of(config: Mapping[str, Any]) -> str:
+    """Return what a run's pictures and page are of, in a few words; see `plain`."""
+    ablation = f", {config['ablation']['kind']} ablation" if "ablation" in config else ""
+    return f"{config['model']['name']} on {config['dataset']['name']}{ablation}"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,10 +1,10 @@
 """Orders of removal from a run's texts, their pruning curves, and heads removed together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from jaxtyping import Float
@@ -253,7 +253,7 @@ def draw_curves(curves: Sequence[Curve], title: str) -> Figure:
                 high=(curve.ppl_intact * (1 + curve.increase_high)).tolist(),
             )
             for curve in curves
-            if is_random(curve) == random
+            if is_random(curve.ordering) == random
         ]
         for random in (False, True)
     }
@@ -294,7 +294,7 @@ def summarize(curves: Sequence[Curve]) -> dict[str, float | dict[str, float]]:
     """
     least = [curve for curve in curves if curve.direction == "least"]
     most = [curve for curve in curves if curve.direction == "most"]
-    named = [curve for curve in least if not is_random(curve)]
+    named = [curve for curve in least if not is_random(curve.ordering)]
     areas = [curve.area for curve in named if curve.area is not None]
     return {
         "baseline/perplexity": curves[0].ppl_intact,
@@ -315,27 +315,38 @@ def summarize(curves: Sequence[Curve]) -> dict[str, float | dict[str, float]]:
     }
 
 
-def removable_rows(curves: Sequence[Curve]) -> list[tuple[str, list[str], str]]:
-    """Return for each order what can go at +1%, +5%, +10%, and the area; random ones as ranges."""
-    least = [curve for curve in curves if curve.direction == "least"]
-    rows = []
-    for curve in least:
-        if not is_random(curve):
-            counts = [str(curve.removable(increase)) for increase in INCREASES.values()]
-            rows.append((curve.ordering, counts, "" if curve.area is None else f"{curve.area:.2f}"))
-    random = [curve for curve in least if is_random(curve)]
+def removable_rows(summary: Mapping[str, Any]) -> list[tuple[str, list[str], str]]:
+    """Return for each order what can go at +1%, +5%, +10%, and the area; random ones as ranges.
+
+    From what `summarize` made; no rows from a summary of something else.
+    """
+    counts = [summary.get(f"heads_removed_at_{increase}", {}) for increase in INCREASES]
+    areas = summary.get("area_nats_least_first", {})
+    rows = [
+        (
+            name,
+            [str(count[name]) for count in counts],
+            f"{areas[name]:.2f}" if name in areas else "",
+        )
+        for name in counts[0]
+        if not is_random(name)
+    ]
+    random = [name for name in counts[0] if is_random(name)]
     if random:
-        ranges = [
-            "{} to {}".format(*np.sort([curve.removable(x) for curve in random])[[0, -1]])
-            for x in INCREASES.values()
-        ]
-        areas = [curve.area for curve in random if curve.area is not None]
-        rows.append((f"{len(random)} random", ranges, f"{min(areas):.2f} to {max(areas):.2f}"))
+        chances = [[count[name] for name in random] for count in counts]
+        area = [areas[name] for name in random if name in areas]
+        rows.append(
+            (
+                f"{len(random)} random",
+                [f"{min(chance)} to {max(chance)}" for chance in chances],
+                f"{min(area):.2f} to {max(area):.2f}" if area else "",
+            )
+        )
     return rows
 
 
-def is_random(curve: Curve) -> bool:
-    return curve.ordering.startswith("random_")
+def is_random(ordering: str) -> bool:
+    return ordering.startswith("random_")
 
 
 def intervals(config: MeasureConfig) -> Intervals:

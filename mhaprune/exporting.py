@@ -105,7 +105,9 @@ def best_curve(curves: Sequence[Curve], increase: float = 0.05) -> Curve:
 
     Of equal ones that with the smaller area, and one that ends early last.
     """
-    named = [curve for curve in curves if curve.direction == "least" and not is_random(curve)]
+    named = [
+        curve for curve in curves if curve.direction == "least" and not is_random(curve.ordering)
+    ]
 
     def merit(curve: Curve) -> tuple[int, float]:
         return curve.removable(increase), -np.inf if curve.area is None else -curve.area

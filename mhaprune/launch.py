@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mhaprune.config import CONF_DIR, Schema, one_line, validate
 from mhaprune.measuring import OthersAtWork
-from mhaprune.results import write_json
+from mhaprune.results import write_atomically, write_json
 
 
 @contextmanager
@@ -166,9 +166,7 @@ def shared_directory(config: Mapping[str, Any], directory: Path) -> Path:
     (place / ".hydra").mkdir(parents=True, exist_ok=True)
     for file in ("config.yaml", "hydra.yaml"):
         content = text if file == "config.yaml" else (directory / ".hydra" / file).read_text()
-        temporary = place / ".hydra" / f".{file}.{directory.name}.tmp"
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(place / ".hydra" / file)
+        write_atomically(place / ".hydra" / file, content)
     return place
 
 

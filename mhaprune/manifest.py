@@ -148,6 +148,11 @@ def _home_pattern() -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.~-])(?:{spelled})(?![\w-])")
 
 
+def program_of(entries: Mapping[str, Any]) -> str:
+    """Return the name of the program that made the run: rank_heads, prune_heads ..."""
+    return Path(entries["command"][0]).stem
+
+
 def is_finished(directory: Path) -> bool:
     """Say whether the run in the directory has written all of its files."""
     try:

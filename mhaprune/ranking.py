@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mhaprune.architectures import HeadShape, head_shape
 from mhaprune.atlas import effects_by_role, write_atlas
-from mhaprune.config import EvaluationConfig, RankHeadsConfig, title_of
+from mhaprune.config import EvaluationConfig, RankHeadsConfig, plain, title_of
 from mhaprune.console import print_baseline, print_ranking, print_roles, progress, say
 from mhaprune.control_variates import Regression, regression_effects
 from mhaprune.heads import Head
@@ -53,7 +53,9 @@ def measure_and_rank(
         losses = measure_losses(prepared, heads, config, directory, advance, tell, shard, log)
     ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
     shape = head_shape(prepared.loaded.model)
-    write_ranking(directory, title_of(config), ranking, shape, config.evaluation.tolerance_nats)
+    write_ranking(
+        directory, title_of(plain(config)), ranking, shape, config.evaluation.tolerance_nats
+    )
 
     roles = write_atlas(directory, prepared, config.text, config.roles, config.seed, tell)
     by_role = effects_by_role(ranking.rows, roles) if roles else []

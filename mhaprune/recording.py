@@ -13,7 +13,7 @@ from mhaprune.console import say
 from mhaprune.manifest import hide_private, is_finished
 from mhaprune.measuring import OthersAtWork
 from mhaprune.reporting import write_report
-from mhaprune.results import only_one, write_json
+from mhaprune.results import artifact_files, only_one, pictures_of, write_json
 from mhaprune.runs import Prepared, keep_manifest
 from mhaprune.tracking import Tracker, track
 
@@ -41,12 +41,11 @@ class Recording:
         write_json(self.directory / "summary.json", summary)
         keep_manifest(self.directory, self.config, self.prepared, finished=True)
         write_report(self.directory)
-        names = ("summary.json", "manifest.json", "report.html")
         self.tracker.log_results(
             summary,
             {name: rows for name, rows in tables.items() if rows},
-            {path.stem: path for path in sorted(self.directory.glob("*.png"))},
-            [*sorted(self.directory.glob("*.csv")), *(self.directory / name for name in names)],
+            pictures_of(self.directory),
+            artifact_files(self.directory),
             weights_hash=self.prepared.loaded.weights_hash,
             tokens_hash=self.prepared.tokens.hash,
         )

@@ -10,8 +10,11 @@ from typing import Any
 import yaml
 
 from mhaprune.atlas import saved_sentence
-from mhaprune.manifest import hide_private, read_manifest
+from mhaprune.config import title_of
+from mhaprune.curves import is_random, removable_rows
+from mhaprune.manifest import hide_private, program_of, read_manifest
 from mhaprune.page import IndexEntry, RunPage, Viewer, render_index, render_page
+from mhaprune.pruning import INCREASES
 from mhaprune.results import (
     CurvePoint,
     HeadEffect,
@@ -36,7 +39,6 @@ ROWS_OF = {
     "interactions": ("interactions.csv", Interaction),
     "savings": ("savings.csv", Saving),
 }
-INCREASES = ("1pct", "5pct", "10pct")
 NOT_IN_INDEX = ("intervals/", "heads/num_measured", "pruning/most_heads_at_")  # said otherwise
 
 
@@ -59,7 +61,7 @@ def read_page(directory: Path) -> RunPage:
     config = manifest["config"]
     evaluation, sentence = config["evaluation"], saved_sentence(directory)
     return RunPage(
-        title=_title(config),
+        title=title_of(config),
         subtitle=f"{program_of(manifest)}, {manifest['finished_utc'][:16].replace('T', ' ')} UTC",
         facts=_facts(summary),
         num_layers=manifest["num_layers"],
@@ -68,7 +70,7 @@ def read_page(directory: Path) -> RunPage:
         tolerance_nats=evaluation["tolerance_nats"],
         critical_nats=evaluation["critical_nats"],
         ppl_intact=summary.get("baseline/perplexity"),
-        removable=_removable(summary),
+        removable=removable_rows(summary),
         viewer=Viewer(sentence.tokens, sentence.patterns, sentence.note) if sentence else None,
         protocol=manifest["protocol_line"],
         config_yaml=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
@@ -76,11 +78,6 @@ def read_page(directory: Path) -> RunPage:
         details=_details(manifest),
         **{name: _rows(directory / file, kind) for name, (file, kind) in ROWS_OF.items()},
     )
-
-
-def program_of(manifest: Mapping[str, Any]) -> str:
-    """Return the name of the program that made the run: rank_heads, prune_heads ..."""
-    return Path(manifest["command"][0]).stem
 
 
 def rerun_command(manifest: Mapping[str, Any]) -> str:
@@ -98,13 +95,6 @@ def _summary(directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _title(config: Mapping[str, Any]) -> str:
-    ablation = config.get("ablation")
-    return f"{config['model']['name']} on {config['dataset']['name']}" + (
-        f", {ablation['kind']} ablation" if ablation else ""
-    )
-
-
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the headline numbers, in words: what a reader looks for first."""
     facts = []
@@ -120,7 +110,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("Conclusion", conclusion))
     for increase in INCREASES:
         counts = summary.get(f"heads_removed_at_{increase}", {})
-        named = {name: n for name, n in counts.items() if not name.startswith("random_")}
+        named = {name: n for name, n in counts.items() if not is_random(name)}
         if named:
             best = max(named, key=lambda name: named[name])
             percent = increase.removesuffix("pct")
@@ -129,33 +119,6 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if name.startswith("roles/"):
             facts.append((f"{name.removeprefix('roles/').capitalize()} heads", str(count)))
     return facts
-
-
-def _removable(summary: Mapping[str, Any]) -> list[tuple[str, list[str], str]]:
-    """Return what can go by each order at each increase, and its area; random ones as ranges."""
-    counts = [summary.get(f"heads_removed_at_{increase}", {}) for increase in INCREASES]
-    areas = summary.get("area_nats_least_first", {})
-    rows = [
-        (
-            name,
-            [str(count[name]) for count in counts],
-            f"{areas[name]:.2f}" if name in areas else "",
-        )
-        for name in counts[0]
-        if not name.startswith("random_")
-    ]
-    random = [name for name in counts[0] if name.startswith("random_")]
-    if random:
-        chances = [[count[name] for name in random] for count in counts]
-        area = [areas.get(name, 0.0) for name in random]
-        rows.append(
-            (
-                f"{len(random)} random",
-                [f"{min(chance)} to {max(chance)}" for chance in chances],
-                f"{min(area):.2f} to {max(area):.2f}",
-            )
-        )
-    return rows
 
 
 def _details(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -248,7 +211,7 @@ def _entry(directory: Path, sweep: Path) -> Iterator[IndexEntry]:
     }
     for increase in INCREASES:
         counts = summary.get(f"heads_removed_at_{increase}", {})
-        best = [count for name, count in counts.items() if not name.startswith("random_")]
+        best = [count for name, count in counts.items() if not is_random(name)]
         if best:
             numbers[f"heads that go at +{increase.removesuffix('pct')}%"] = max(best)
     page = (directory / "report.html").relative_to(sweep)

@@ -27,7 +27,7 @@ from mhaprune.comparing import (
 )
 from mhaprune.config import CONF_DIR, DatasetConfig, ModelConfig, plain, validate
 from mhaprune.load import load_model
-from mhaprune.manifest import read_manifest
+from mhaprune.manifest import program_of, read_manifest
 from mhaprune.results import read_effects, write_atomically
 from mhaprune.runs import tokenize_texts
 
@@ -85,7 +85,7 @@ def reproduce(directory: Path, out: Path | None, say: Say, tracker: str = "none"
 
 def find_program(directory: Path, manifest: Mapping[str, Any], hydra: Mapping[str, Any]) -> Path:
     """Return the program of a run, by its command or else by the name of its Hydra job."""
-    names = [Path(manifest["command"][0]).name, f"{hydra['job']['name']}.py"]
+    names = [f"{program_of(manifest)}.py", f"{hydra['job']['name']}.py"]
     for name in names:
         if (PROGRAMS_DIR / name).is_file():
             return PROGRAMS_DIR / name

@@ -277,6 +277,18 @@ def _read_cell(cell: str, type_: Any) -> Any:
     return cell == "True" if type_ is bool else type_(cell)
 
 
+def artifact_files(directory: Path) -> list[Path]:
+    """Return the files of a run that W&B keeps as its artifact: tables, numbers, manifest, page."""
+    names = ("summary.json", "manifest.json", "report.html")
+    others = [directory / name for name in names if (directory / name).is_file()]
+    return [*sorted(directory.glob("*.csv")), *others]
+
+
+def pictures_of(directory: Path) -> dict[str, Path]:
+    """Return the pictures of a run by their names."""
+    return {path.stem: path for path in sorted(directory.glob("*.png"))}
+
+
 def with_roles(effects: Sequence[HeadEffect], roles: Sequence[HeadRole]) -> list[dict[str, Any]]:
     """Return a mapping for each effect: its columns, and the head's role ("" where it has none)."""
     role_of = {(row.layer, row.head): row.role for row in roles}

@@ -15,7 +15,7 @@ from rich.console import Console
 from mhaprune.agreement import rank_agreement, reliability
 from mhaprune.atlas import write_atlas
 from mhaprune.baselines import Donors
-from mhaprune.config import MeasureConfig, RankHeadsConfig, title_of
+from mhaprune.config import MeasureConfig, RankHeadsConfig, plain, title_of
 from mhaprune.console import print_scores, progress, say
 from mhaprune.heads import Head
 from mhaprune.measuring import choose_engine, prepare_ablation, rows_at_once
@@ -163,7 +163,7 @@ def score_and_rank(
     with progress(console, f"{name} of {len(heads)} heads"):
         estimate = SCORES[name](make_subject(prepared, heads, config), **options)
     log({"heads/done": len(heads)})
-    rows = write_scores(directory, {name: estimate}, heads, title_of(config))
+    rows = write_scores(directory, {name: estimate}, heads, title_of(plain(config)))
     summary = {"score/name": name, "score/forward_equivalents": estimate.forward_equivalents}
     tell = partial(say, console)
     write_atlas(directory, prepared, config.text, config.roles, config.seed, tell)

@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mhaprune.manifest import read_manifest
-from mhaprune.results import HeadRole, read_effects, read_rows, with_roles
+from mhaprune.manifest import program_of, read_manifest
+from mhaprune.results import (
+    HeadRole,
+    artifact_files,
+    pictures_of,
+    read_effects,
+    read_rows,
+    with_roles,
+)
 from mhaprune.tracking import Tracker, track
 
 
@@ -29,7 +36,7 @@ def sync_run(
     if not summary_file.is_file():
         raise ValueError(f"the run in {directory} has no summary.json; nothing to sync without it")
     summary = json.loads(summary_file.read_text(encoding="utf-8"))
-    program = Path(entries["command"][0]).stem
+    program = program_of(entries)
     tables = _tables(directory, program)
     troubles: list[str] = []
     with track(
@@ -43,8 +50,8 @@ def sync_run(
         tracker.log_results(
             summary,
             tables,
-            {path.stem: path for path in sorted(directory.glob("*.png"))},
-            _files(directory),
+            pictures_of(directory),
+            artifact_files(directory),
             weights_hash=entries["weights_hash"],
             tokens_hash=entries["tokens_hash"],
         )
@@ -61,12 +68,6 @@ def _where(tracker: Tracker, mode: Literal["online", "offline"]) -> str:
         return f"W&B: the run is at {tracker.run.url}"
     place = tracker.sync_file.parent
     return f"W&B: the run is in {place}; upload it by: wandb sync {place}"
-
-
-def _files(directory: Path) -> list[Path]:
-    names = ("summary.json", "manifest.json", "report.html")
-    others = [directory / name for name in names if (directory / name).is_file()]
-    return [*sorted(directory.glob("*.csv")), *others]
 
 
 def _tables(directory: Path, program: str) -> dict[str, Sequence[Any]]:

@@ -380,15 +380,19 @@ def test_a_curve_that_ends_early_has_no_area():
     assert summarize([*CURVES, short])["area_nats_least_first"].keys() == {
         *("fisher", "random_0", "random_1")
     }
-    assert removable_rows([CURVES[0], short])[1] == ("fisher_healed", ["2", "2", "2"], "")
+    assert removable_rows(summarize([CURVES[0], short]))[1] == (
+        "fisher_healed",
+        ["2", "2", "2"],
+        "",
+    )
 
 
 def test_random_orders_are_shown_as_ranges():
-    assert removable_rows(CURVES) == [
+    assert removable_rows(summarize(CURVES)) == [
         ("fisher", ["0", "1", "2"], "0.03"),
         ("2 random", ["0 to 1", "0 to 1", "0 to 1"], "0.05 to 0.49"),
     ]
-    assert removable_rows(CURVES[:2]) == [("fisher", ["0", "1", "2"], "0.03")]
+    assert removable_rows(summarize(CURVES[:2])) == [("fisher", ["0", "1", "2"], "0.03")]
 
 
 def test_a_row_of_the_file_is_a_point_with_its_perplexity_and_interval():

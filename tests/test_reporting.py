@@ -25,9 +25,9 @@ from mhaprune.config import (
     RankHeadsConfig,
 )
 from mhaprune.launch import run_program
+from mhaprune.manifest import program_of
 from mhaprune.page import COLUMNS, pack_patterns
 from mhaprune.reporting import (
-    program_of,
     read_page,
     refresh_index,
     rerun_command,
