@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -36,14 +36,30 @@ OUTPUT_PROJECTIONS: dict[str, tuple[str, str]] = {
     "starcoder2": ("model.layers", "self_attn.o_proj"),
 }
 
+
+class Names(NamedTuple):
+    """Names of a block's MLP norm and MLP, of the final norm, and of two modules within the MLP.
+
+    The output of `into_activation` goes into `activation`, and nowhere else.
+    """
+
+    mlp_norm: str
+    mlp: str
+    final_norm: str
+    into_activation: str
+    activation: str
+
+
+_LLAMA = Names("post_attention_layernorm", "mlp", "model.norm", "gate_proj", "act_fn")
+
 # Decoders whose blocks are sequential and pre-norm: mid = x + attention(norm(x)) and then
-# out = mid + mlp(mlp_norm(mid)). model_type -> (MLP norm and MLP within a block, final norm).
-REPLAYABLE: dict[str, tuple[str, str, str]] = {
-    "gpt2": ("ln_2", "mlp", "transformer.ln_f"),
-    "llama": ("post_attention_layernorm", "mlp", "model.norm"),
-    "mistral": ("post_attention_layernorm", "mlp", "model.norm"),
-    "qwen2": ("post_attention_layernorm", "mlp", "model.norm"),
-    "qwen3": ("post_attention_layernorm", "mlp", "model.norm"),
+# out = mid + mlp(mlp_norm(mid)).
+REPLAYABLE: dict[str, Names] = {
+    "gpt2": Names("ln_2", "mlp", "transformer.ln_f", "c_fc", "act"),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
 }
 
 
@@ -121,6 +137,8 @@ class Block:
     projection: nn.Module
     mlp_norm: nn.Module
     mlp: nn.Module
+    into_activation: nn.Module
+    activation: nn.Module
 
     def output_weights(self, num_heads: int) -> Float[Tensor, "head d_head d_model"]:
         """Return the block's W_O cut into heads."""
@@ -139,14 +157,16 @@ def replayable_blocks(model: "PreTrainedModel") -> list[Block]:
         raise ValueError(
             f"replay knows {', '.join(sorted(REPLAYABLE))}, not {model.config.model_type}"
         )
-    mlp_norm, mlp, _ = REPLAYABLE[model.config.model_type]
+    names = REPLAYABLE[model.config.model_type]
     modules = model.get_submodule(OUTPUT_PROJECTIONS[model.config.model_type][0]).children()
-    return [
-        Block(module, projection, module.get_submodule(mlp_norm), module.get_submodule(mlp))
-        for module, projection in zip(modules, output_projections(model), strict=True)
-    ]
+    blocks = []
+    for module, projection in zip(modules, output_projections(model), strict=True):
+        mlp = module.get_submodule(names.mlp)
+        inner = map(mlp.get_submodule, (names.into_activation, names.activation))
+        blocks.append(Block(module, projection, module.get_submodule(names.mlp_norm), mlp, *inner))
+    return blocks
 
 
 def final_norm(model: "PreTrainedModel") -> nn.Module:
     """Return the norm between the last block and the unembedding."""
-    return model.get_submodule(REPLAYABLE[model.config.model_type][2])
+    return model.get_submodule(REPLAYABLE[model.config.model_type].final_norm)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # More positions at once are no faster, on a CPU, and keep a GPU busy.
-POSITIONS_AT_ONCE = {"cpu": 4096}
+POSITIONS_AT_ONCE = {"cpu": 2048}
 POSITIONS_AT_ONCE_ELSEWHERE = 65_536
 # Activations of a block that exist at once, in widths of the model: stream, its copies, the MLP's.
 _WIDTHS = 20

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mhaprune.architectures import Block, final_norm, head_shape, replayable_blocks
 from mhaprune.gating import Baseline, gate_z, hooked_projections, repeat_windows
+from mhaprune.kernels import fast_blocks, product, swapped
 from mhaprune.perplexity import IGNORED
 
 if TYPE_CHECKING:
@@ -33,34 +34,34 @@ def replay(
     model: "PreTrainedModel",
     inputs: Int[Tensor, "window pos"],
     targets: Int[Tensor, "window pos"],
-    layers: Mapping[int, Sequence[int]],
+    layers: Mapping[int | None, Sequence[int]],
     baseline: LayerBaseline | None,
     rows_per_batch: int,
 ) -> Iterator[tuple[int | None, Float[Tensor, "variant window"]]]:
-    """Yield (None, the intact losses) and then, layer by layer, the losses of each head's ablation.
+    """Yield, layer by layer, the losses of each head's ablation, and last the intact losses.
 
     Losses are total nats per window in float64. `layers` names the heads of each layer to ablate;
-    `baseline(layer)` is what replaces z there, None is zero. At most `rows_per_batch` rows (head,
-    window) are replayed at once, but always all windows of one head.
+    with None among its keys the intact losses are wanted too. `baseline(layer)` is what replaces z
+    there, None is zero. At most `rows_per_batch` rows (head, window) are replayed at once, but
+    always all windows of one head.
     """
     inputs, targets = inputs.to(model.device), targets.to(model.device)
     num_windows = len(inputs)
-    with fused_gelu(model):
-        unembedding = Unembedding(model)
-        roll = Roll(model, inputs)
-        yield None, unembedding.nats(roll.final, targets)[None].cpu()
-        for layer in sorted(layers):
-            z, mid = roll.advance_through(layer)
-            removed = z if baseline is None else z - baseline(layer).to(z)
-            heads = torch.tensor(layers[layer], device=model.device)
-            parts = []
-            weights = roll.output_weights(layer)
-            for some in heads.split(max(1, rows_per_batch // num_windows)):
-                removal = torch.einsum("rphd,hdm->hrpm", removed[:, :, some], weights[some])
-                final = roll.finish(layer, (mid - removal).flatten(0, 1))
-                row_targets = targets.repeat(len(some), 1)
-                parts.append(unembedding.nats(final, row_targets).view(len(some), num_windows))
-            yield layer, torch.cat(parts).cpu()
+    unembedding, roll = Unembedding(model), Roll(model, inputs)
+    for layer in sorted(layer for layer in layers if layer is not None):
+        z, mid = roll.advance_through(layer)
+        removed = z if baseline is None else z - baseline(layer).to(z)
+        heads = torch.tensor(layers[layer], device=model.device)
+        parts = []
+        weights = roll.output_weights(layer)
+        for some in heads.split(max(1, rows_per_batch // num_windows)):
+            removal = torch.einsum("rphd,hdm->hrpm", removed[:, :, some], weights[some])
+            final = roll.finish(layer, (mid - removal).flatten(0, 1))
+            row_targets = targets.repeat(len(some), 1)
+            parts.append(unembedding.nats(final, row_targets).view(len(some), num_windows))
+        yield layer, torch.cat(parts).cpu()
+    if None in layers:
+        yield None, unembedding.nats(roll.advance_to_the_end(), targets)[None].cpu()
 
 
 @torch.no_grad()
@@ -82,24 +83,24 @@ def replay_sets(
     num_windows = len(inputs)
     losses = torch.empty(len(gates), num_windows, dtype=torch.float64)
     ablates = (gates == 0).any(-1)
-    first_layer = torch.where(ablates.any(1), ablates.int().argmax(1), -1).tolist()
-    with fused_gelu(model):
-        unembedding, roll = Unembedding(model), Roll(model, inputs)
-        for layer in sorted(set(first_layer)):
-            numbers = torch.tensor([n for n, first in enumerate(first_layer) if first == layer])
-            if layer < 0:
-                losses[numbers] = unembedding.nats(roll.final, targets).cpu()
-                continue
-            z, mid = roll.advance_through(layer)
-            removed = z if baseline is None else z - baseline[layer].to(z)
-            weights = roll.output_weights(layer).flatten(0, 1)
-            for some in numbers.split(max(1, rows_per_batch // num_windows)):
-                off = (1 - gates[some, layer]).to(z)[:, None, None, :, None]
-                hidden = mid - (off * removed).flatten(-2) @ weights
-                with _gated_above(model, layer, gates[some], baseline, num_windows):
-                    final = roll.finish(layer, hidden.flatten(0, 1))
-                nats = unembedding.nats(final, targets.repeat(len(some), 1))
-                losses[some] = nats.view(len(some), num_windows).cpu()
+    end = gates.shape[1]  # for sets without an ablated head
+    first_layer = torch.where(ablates.any(1), ablates.int().argmax(1), end).tolist()
+    unembedding, roll = Unembedding(model), Roll(model, inputs)
+    for layer in sorted(set(first_layer)):
+        numbers = torch.tensor([n for n, first in enumerate(first_layer) if first == layer])
+        if layer == end:
+            losses[numbers] = unembedding.nats(roll.advance_to_the_end(), targets).cpu()
+            continue
+        z, mid = roll.advance_through(layer)
+        removed = z if baseline is None else z - baseline[layer].to(z)
+        weights = roll.output_weights(layer).flatten(0, 1)
+        for some in numbers.split(max(1, rows_per_batch // num_windows)):
+            off = (1 - gates[some, layer]).to(z)[:, None, None, :, None]
+            hidden = mid - (off * removed).flatten(-2) @ weights
+            with _gated_above(model, layer, gates[some], baseline, num_windows):
+                final = roll.finish(layer, hidden.flatten(0, 1))
+            nats = unembedding.nats(final, targets.repeat(len(some), 1))
+            losses[some] = nats.view(len(some), num_windows).cpu()
     return losses
 
 
@@ -126,31 +127,31 @@ def _gated_above(
 
 
 class Roll:
-    """A batch of windows on its way through the model, one block after another.
+    """A batch of windows on its way through the intact model, one block after another.
 
-    `final` is the intact model's output before unembedding, `row pos d_model`.
+    `resid` is the stream that enters the next block.
     """
 
     @torch.no_grad()
     def __init__(self, model: "PreTrainedModel", inputs: Int[Tensor, "row pos"]) -> None:
         self.blocks: list[Block] = replayable_blocks(model)
+        self.forwards = fast_blocks(self.blocks)
         self.norm = final_norm(model)
         self.shape = head_shape(model)
         self.next_layer = 0
-        entered: list[Tensor] = []
+        self.resid: Float[Tensor, "row pos d_model"]
         self.arguments: list[dict[str, Any]] = []
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entered[:] = entered or [args[0]]
+            self.resid = args[0]
             self.arguments.append(kwargs)
 
-        with ExitStack() as stack:
+        # What the model hands to each block is learned by running it with blocks that do nothing.
+        with swapped({block.module: _pass for block in self.blocks}), ExitStack() as stack:
             for block in self.blocks:
                 hook = block.module.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(hook.remove)
-            output = model.base_model(inputs, use_cache=False)
-        self.final: Float[Tensor, "row pos d_model"] = output.last_hidden_state
-        self.resid: Float[Tensor, "row pos d_model"] = entered[0]
+            model.base_model(inputs, use_cache=False)
 
     @torch.no_grad()
     def advance_through(
@@ -168,12 +169,19 @@ class Roll:
 
         for number in range(self.next_layer, layer + 1):
             block = self.blocks[number]
-            with ExitStack() as stack:
+            with swapped(self.forwards), ExitStack() as stack:
                 for name, module in (("z", block.projection), ("mid", block.mlp_norm)):
                     stack.callback(module.register_forward_pre_hook(keep(name)).remove)
                 self.resid = block.module(self.resid, **self.arguments[number])
         self.next_layer = layer + 1
         return seen["z"].unflatten(-1, (self.shape.num_heads, self.shape.d_head)), seen["mid"]
+
+    @torch.no_grad()
+    def advance_to_the_end(self) -> Float[Tensor, "row pos d_model"]:
+        """Run the blocks that are left; return the intact model's output before unembedding."""
+        if self.next_layer < len(self.blocks):
+            self.advance_through(len(self.blocks) - 1)
+        return self.norm(self.resid)
 
     def output_weights(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """Return W_O of a layer, cut into heads."""
@@ -188,12 +196,13 @@ class Roll:
         `mid` has the rows of this roll, once for each variant.
         """
         block, num_rows = self.blocks[layer], len(self.resid)
-        hidden = mid + block.mlp(block.mlp_norm(mid))
-        for number in range(layer + 1, len(self.blocks)):
-            times = len(mid) // num_rows
-            arguments = repeat_rows(self.arguments[number], num_rows, times)
-            hidden = self.blocks[number].module(hidden, **arguments)
-        return self.norm(hidden)
+        with swapped(self.forwards):
+            hidden = mid + block.mlp(block.mlp_norm(mid))
+            for number in range(layer + 1, len(self.blocks)):
+                times = len(mid) // num_rows
+                arguments = repeat_rows(self.arguments[number], num_rows, times)
+                hidden = self.blocks[number].module(hidden, **arguments)
+            return self.norm(hidden)
 
 
 class Unembedding:
@@ -209,7 +218,6 @@ class Unembedding:
         self.weight, self.bias = layer.weight, layer.bias
         on_cpu = self.weight.device.type == "cpu"
         self.num_positions, self.tile = (512, 1024) if on_cpu else (4096, 16_384)
-        self.buffer = self.weight.new_empty(self.num_positions * self.tile)
 
     @torch.no_grad()
     def nats(
@@ -233,11 +241,8 @@ class Unembedding:
         parts = []
         for first in range(0, len(self.weight), self.tile):
             some = slice(first, first + self.tile)
-            weight = self.weight[some]
-            logits = self.buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-            torch.mm(hidden, weight.T, out=logits)
-            if self.bias is not None:
-                logits += self.bias[some]
+            bias = None if self.bias is None else self.bias[some]
+            logits = product(hidden, self.weight[some], bias)
             highest = logits.amax(1, keepdim=True)
             parts.append(logits.sub_(highest).exp_().sum(1).log_() + highest[:, 0])
         return torch.stack(parts).double().logsumexp(0)
@@ -249,6 +254,10 @@ class Unembedding:
         return (logits if self.bias is None else logits + self.bias[tokens]).double()
 
 
+def _pass(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden
+
+
 def repeat_rows(arguments: dict[str, Any], num_rows: int, times: int) -> dict[str, Any]:
     """Repeat whatever has a row for each window, so that it fits (head, window) rows."""
 
@@ -258,24 +267,3 @@ def repeat_rows(arguments: dict[str, Any], num_rows: int, times: int) -> dict[st
         return tuple(map(repeat, value)) if isinstance(value, tuple) else value
 
     return {name: repeat(value) for name, value in arguments.items()}
-
-
-@contextmanager
-def fused_gelu(model: nn.Module) -> Iterator[None]:
-    """Replace the tanh-GELU that is written out in elementwise steps by the fused one."""
-    from transformers.activations import NewGELUActivation
-
-    found = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, NewGELUActivation)
-    ]
-    before = [(parent, name, getattr(parent, name)) for parent, name in found]
-    try:
-        for parent, name in found:
-            setattr(parent, name, nn.GELU(approximate="tanh"))
-        yield
-    finally:
-        for parent, name, module in before:
-            setattr(parent, name, module)

@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
     parser.add_argument("--heads", type=int, default=4, help="heads of each layer to replay")
-    parser.add_argument("--rows", type=int, default=4, help="heads that are replayed at once")
+    parser.add_argument("--rows", type=int, default=2, help="heads that are replayed at once")
     parser.add_argument("--transformer-lens", help="a Python that has transformer-lens")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mhaprune.architectures import output_projections
+from mhaprune.kernels import product
 from mhaprune.perplexity import window_batch
 from mhaprune.replay import replay
 from mhaprune.windows import make_windows
@@ -72,12 +73,15 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def replay_layers(work: Work, heads: int, rows: int) -> list[float]:
-    """Seconds that replay takes for `heads` heads of each layer, layer by layer."""
-    layers = {layer: range(heads) for layer in range(NUM_LAYERS)}
+    """Seconds that replay takes for `heads` heads of each layer, layer by layer, and then intact.
+
+    Rolling through the intact model is in it.
+    """
+    layers = {layer: range(heads) for layer in range(NUM_LAYERS)} | {None: ()}
     marks = [time.perf_counter()]
     for _ in replay(work.model, work.inputs, work.targets, layers, None, rows):
         marks.append(time.perf_counter())
-    return [after - before for before, after in itertools.pairwise(marks[1:])]
+    return [after - before for before, after in itertools.pairwise(marks)]
 
 
 @torch.no_grad()
@@ -103,18 +107,20 @@ def seconds_of_products() -> list[float]:
     nothing of it can be left out.
     """
 
-    def product(rows: int, inner: int, columns: int) -> float:
-        left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    def fastest(rows: int, inner: int, columns: int) -> float:
+        """By either library: what torch's `mm` calls, and what replay calls."""
+        left, right = torch.randn(rows, inner), torch.randn(columns, inner)
         out = torch.empty(rows, columns)
-        return min(seconds(lambda: torch.mm(left, right, out=out)) for _ in range(5))
+        either = (lambda: torch.mm(left, right.T, out=out)), (lambda: product(left, right))
+        return min(seconds(multiply) for multiply in 5 * either)
 
     q = torch.randn(1, NUM_HEADS, CONTEXT, 64)
     attention = min(
         seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)) for _ in range(5)
     )
-    projections = product(CONTEXT, D_MODEL, 3 * D_MODEL) + product(CONTEXT, D_MODEL, D_MODEL)
-    mlp = product(CONTEXT, D_MODEL, 4 * D_MODEL) + product(CONTEXT, 4 * D_MODEL, D_MODEL)
-    unembedding = CONTEXT // 512 * product(VOCAB, D_MODEL, 512)
+    projections = fastest(CONTEXT, D_MODEL, 3 * D_MODEL) + fastest(CONTEXT, D_MODEL, D_MODEL)
+    mlp = fastest(CONTEXT, D_MODEL, 4 * D_MODEL) + fastest(CONTEXT, 4 * D_MODEL, D_MODEL)
+    unembedding = fastest(CONTEXT, D_MODEL, VOCAB)
     above = range(NUM_LAYERS - 1, -1, -1)
     return [mlp + blocks * (attention + projections + mlp) + unembedding for blocks in above]
 
@@ -169,10 +175,9 @@ def measure_exact(
         limits.append(seconds_of_products())
         print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
     by_layer, limit_by_layer = (
-        [statistics.median(turn[n] for turn in turns) for n in range(NUM_LAYERS)]
-        for turns in (layers, limits)
+        [statistics.median(each) for each in zip(*turns, strict=True)] for turns in (layers, limits)
     )
-    replayed, hooked = statistics.fmean(by_layer), statistics.median(hooks)
+    replayed, hooked = sum(by_layer) / NUM_LAYERS, statistics.median(hooks)
     limit = statistics.fmean(limit_by_layer)
     numbers = {
         "exact.replay_seconds": replayed,
@@ -186,5 +191,5 @@ def measure_exact(
         numbers["exact.transformerlens_seconds"] = statistics.median(others)
         numbers["exact.replay_over_transformerlens"] = statistics.median(others) / replayed
         lens.process.kill()
-    numbers |= {f"exact.layer_{n}_seconds": t for n, t in enumerate(by_layer)}
+    numbers |= {f"exact.layer_{n}_seconds": t for n, t in enumerate(by_layer[:-1])}
     return numbers | {f"exact.layer_{n}_limit_seconds": t for n, t in enumerate(limit_by_layer)}

@@ -12,7 +12,8 @@ LAYERS = (
     # 0: plain numbers
     "agreement control_variates heads statistics windows",
     # 1: torch
-    "architectures attention attention_toy baselines eager gating patterns perplexity replay text",
+    "architectures attention attention_toy baselines eager gating kernels patterns perplexity "
+    "replay text",
     # 2: what answers a question about heads
     "compaction head_sets healing modeling_pruned optimal pruning savings scores",
     # 3: the edges; they do not know each other

@@ -158,11 +158,10 @@ def _replay_block(
     """Measure units of the same windows, at most one of a layer."""
     unit_of = {unit.layer: unit for unit in units}
     assert len(unit_of) == len(units)
-    heads = {unit.layer: unit.heads for unit in units if unit.layer is not None}
+    heads = {unit.layer: unit.heads for unit in units}
     baseline = _replay_baseline(model, constants, donors)
     for layer, nats in replay(model, inputs, targets, heads, baseline, rows_per_batch):
-        if layer in unit_of:
-            yield unit_of[layer], nats
+        yield unit_of[layer], nats
 
 
 def _replay_baseline(
