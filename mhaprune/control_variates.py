@@ -10,6 +10,7 @@ varies less than mean_few(d), by as much as g and d correlate. Once all windows 
 cancels and what is left is the plain mean. Cochran 1977, ch. 12 (double sampling with regression).
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from mhaprune.statistics import Effects, sampling_units, verdicts
 
 FEWEST_WINDOWS = 8  # to fit a regression and still know its error
 FIRST_LOOK = 16
+LEAST_CHANCE = 0.2  # of a verdict on all windows: a head with less is left as it is
 _LARGEST_LEVERAGE = 0.9
 
 
@@ -140,28 +142,36 @@ def is_settled(
     return (named != "undetermined") & ~open_above
 
 
-def is_out_of_reach(
+def chance_of_verdict(
     effects: Effects,
     regression: Regression,
     num_windows: int,
     tolerance_nats: float,
     critical_nats: float,
-) -> Bool[np.ndarray, "head"]:
-    """Say for each head whether measuring all of `num_windows` windows would hardly settle it.
+) -> Float[np.ndarray, "head"]:
+    """Return for each head the chance that measuring all of `num_windows` windows would settle it.
 
-    So if even then its simultaneous interval, as wide as the spread seen so far makes it, would
-    hold a threshold, wherever in its present interval the effect may lie. To stop there costs no
-    validity: such a head has no verdict.
+    Conditional power under the present estimate (Lan, Simon, Halperin 1982, "Stochastically
+    curtailed tests in long-term clinical trials"): with the spread seen so far, the estimate on all
+    windows is normal around the present one, its variance the present less the final one; and it
+    settles the head where the simultaneous interval around it holds no threshold. To stop where the
+    chance is small costs no validity: such a head has no verdict.
     """
     num_comparisons = len(effects.effect_nats) * len(look_sizes(num_windows))
     reach = stats.norm.isf((1 - effects.confidence) / 2 / num_comparisons)
     plain_error = effects.standard_error * np.sqrt(regression.variance_reduction)
-    final = reach * plain_error * np.sqrt(regression.num_windows / num_windows)
-    near = [
-        (effects.ci_low >= threshold - final) & (effects.ci_high <= threshold + final)
-        for threshold in (-tolerance_nats, tolerance_nats, critical_nats)
-    ]
-    return np.logical_or.reduce(near)
+    final_error = plain_error * np.sqrt(regression.num_windows / num_windows)
+    still_to_move = np.sqrt(np.maximum(effects.standard_error**2 - final_error**2, 0))
+    still_to_move = np.maximum(still_to_move, 1e-12)
+    edges = (-np.inf, -tolerance_nats, tolerance_nats, critical_nats, np.inf)
+    chances = []
+    for below, above in itertools.pairwise(edges):
+        first, last = below + reach * final_error, above - reach * final_error
+        inside = [
+            stats.norm.cdf((edge - effects.effect_nats) / still_to_move) for edge in (first, last)
+        ]
+        chances.append(np.maximum(inside[1] - inside[0], 0))
+    return np.sum(chances, axis=0)
 
 
 @dataclass(frozen=True)

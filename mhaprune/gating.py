@@ -31,7 +31,10 @@ Baseline = Float[Tensor, "layer head d_head"] | Sequence[Float[Tensor, "..."]]
 
 @contextmanager
 def gate_heads(
-    model: "PreTrainedModel", gate: Gate, baseline: Baseline | None = None
+    model: "PreTrainedModel",
+    gate: Gate,
+    baseline: Baseline | None = None,
+    lowest_layer: int = 0,
 ) -> Iterator[None]:
     """Within this context every forward pass of the model has its heads gated.
 
@@ -41,6 +44,8 @@ def gate_heads(
             position. Gradients flow to it.
         baseline: what replaces an ablated head's z: one constant per head, or for each layer
             anything that broadcasts against z; None is zero.
+        lowest_layer: heads of the layers below are left as they are, whatever the gate says, so
+            that a backward pass ends there.
 
     Raises ValueError where gate or baseline do not fit the model, RuntimeError where a layer's
     heads were not reached by the time the context ends. Afterwards the model is as before, on
@@ -56,8 +61,10 @@ def gate_heads(
         raise ValueError(f"expected {shape.num_layers} layers of baseline, got {len(baseline)}")
     reached = [False] * shape.num_layers
 
-    def gated(layer: int, z: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def gated(layer: int, z: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"] | None:
         reached[layer] = True
+        if layer < lowest_layer:
+            return None
         layer_gate = gate[..., layer, :]
         if gate.ndim == 3:
             layer_gate = layer_gate[:, None]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mhaprune.control_variates import (
+    LEAST_CHANCE,
     Regression,
     _bend,
-    is_out_of_reach,
+    chance_of_verdict,
     is_settled,
     look_sizes,
     regression_effects,
@@ -416,70 +417,74 @@ def test_a_head_is_settled_when_its_interval_allows_one_verdict(low, high, settl
     assert is_settled(with_interval(low, high), 0.01, 0.05).tolist() == [settled]
 
 
-# ---- what cannot be settled
+# ---- what can hardly be settled
 
 ARRAYS = [name for name in PER_HEAD if not name.startswith("ppl_intact") and name != "num_blocks"]
 REACH = float(stats.norm.isf(0.025 / 3))  # one head at looks of 16, 32 and 64 windows: 2.39
+THRESHOLDS = [-0.01, 0.01, 0.05]
 
 
-def out_of_reach(low, high, error=0.004, gain=4.0, num_measured=16, num_windows=64):
-    """Of one head with this 95% interval, standard error and variance reduction."""
-    effects = replace(
-        with_interval(low, high),
-        ci_low=np.array([low]),
-        ci_high=np.array([high]),
-        standard_error=np.array([error]),
-    )
-    fit = Regression(np.array([0.5]), np.array([float(gain)]), np.array([num_measured]))
-    return is_out_of_reach(effects, fit, num_windows, 0.01, 0.05).tolist() == [True]
+def of_heads(num_heads, **values):
+    """Effects of as many heads, whose fields but for these values do not matter."""
+    one, _ = one_head(np.arange(16.0), np.zeros(16))
+    arrays = {name: getattr(one, name).repeat(num_heads) for name in ARRAYS}
+    given = {name: value * np.ones(num_heads) for name, value in values.items()}
+    return replace(one, **arrays | given)
 
 
-@pytest.mark.parametrize("threshold", [-0.01, 0.01, 0.05])
-def test_a_head_is_out_of_reach_where_all_windows_leave_a_threshold_in_its_interval(threshold):
+def chance(effect, error=0.004, gain=4.0, num_measured=16, num_windows=64, num_heads=1):
+    """Of heads with this estimate, standard error and variance reduction."""
+    ones = np.ones(num_heads)
+    fit = Regression(0.5 * ones, gain * ones, np.full(num_heads, num_measured))
+    effects = of_heads(num_heads, effect_nats=effect, standard_error=error)
+    found = chance_of_verdict(effects, fit, num_windows, 0.01, 0.05)
+    assert found.shape == (num_heads,) and len(set(found.tolist())) == 1
+    return float(found[0])
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_an_estimate_that_cannot_move_any_more_decides_by_its_distance_to_the_threshold(threshold):
     """Without the control variate the error is 0.004 sqrt(4); on 4 times the windows, half that."""
     final = REACH * 0.004 * np.sqrt(4) * np.sqrt(16 / 64)
-    near, far = 0.999 * final, 1.001 * final
-    assert out_of_reach(threshold - 0.002, threshold + 0.002)
-    assert out_of_reach(threshold - near, threshold + near)
-    assert out_of_reach(threshold + near / 2, threshold + near)  # wherever in the interval it is
-    assert not out_of_reach(threshold - far, threshold)
-    assert not out_of_reach(threshold, threshold + far)
-    assert not out_of_reach(threshold + far, threshold + 1.5 * far)
+    for way in (-1, 1):
+        assert chance(threshold + way * 0.999 * final) == pytest.approx(0, abs=1e-12)
+        assert chance(threshold + way * 1.001 * final) == pytest.approx(1)
+    all_measured = {"error": 0.002, "gain": 1, "num_measured": 64}
+    assert chance(threshold + 0.999 * REACH * 0.002, **all_measured) == pytest.approx(0, abs=1e-12)
+    assert chance(threshold + 1.001 * REACH * 0.002, **all_measured) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_at_a_threshold_the_chance_is_that_of_moving_far_enough_from_it(threshold):
+    """The final error is 0.004 / 2, so that the estimate still moves by 0.004 sqrt(3) / 2."""
+    beyond = stats.norm.sf(REACH * 0.002 / (0.004 * np.sqrt(3) / 2))
+    assert chance(threshold, gain=1) == pytest.approx(2 * beyond, rel=1e-4)
+    assert chance(threshold, gain=1) < LEAST_CHANCE
+    assert chance(threshold, gain=1, num_windows=1024) > LEAST_CHANCE
 
 
 @pytest.mark.parametrize("effect", [-0.2, 0.0, 0.03, 0.2])
-def test_a_head_far_from_every_threshold_is_within_reach(effect):
-    assert not out_of_reach(effect - 0.002, effect + 0.002)
+def test_a_head_far_from_every_threshold_will_be_settled(effect):
+    assert chance(effect, error=0.002, gain=1) > 0.95
 
 
-def test_a_wide_interval_early_on_says_nothing_yet():
-    """2 standard errors either way, at the threshold, seen on 16 of 64 and of 1024 windows."""
-    assert out_of_reach(0.01 - 0.008, 0.01 + 0.008, error=0.004, gain=4)
-    assert not out_of_reach(0.01 - 0.008, 0.01 + 0.008, error=0.004, gain=1)
-    assert not out_of_reach(0.01 - 0.008, 0.01 + 0.008, error=0.004, gain=4, num_windows=1024)
+def test_the_chance_is_how_often_drawn_estimates_are_settled():
+    effect, error, final = 0.012, 0.006, 0.003
+    moved = np.sqrt(error**2 - final**2) * np.random.default_rng(0).normal(size=100_000)
+    ends = {"low": effect + moved - REACH * final, "high": effect + moved + REACH * final}
+    drawn = of_heads(100_000, **{f"simultaneous_{side}": end for side, end in ends.items()})
+    share = is_settled(drawn, 0.01, 0.05).mean()
+    assert 0.05 < share < 0.95
+    assert chance(effect, error, gain=1) == pytest.approx(share, abs=0.005)
 
 
-def test_what_is_measured_on_all_windows_and_still_open_at_a_threshold_is_out_of_reach():
-    assert out_of_reach(0.01 - 0.009, 0.01 + 0.009, error=0.004, gain=1, num_measured=64)
+def test_no_interval_wider_than_the_tolerance_makes_a_head_redundant():
+    assert chance(0.0, error=0.01, gain=4) == 0
 
 
-def test_among_more_heads_intervals_are_wider_and_so_is_what_is_out_of_reach():
-    def first_of(num_heads, low, high):
-        alone = replace(
-            with_interval(low, high),
-            ci_low=np.array([low]),
-            ci_high=np.array([high]),
-            standard_error=np.array([0.004]),
-        )
-        many = replace(alone, **{name: getattr(alone, name).repeat(num_heads) for name in ARRAYS})
-        ones = np.ones(num_heads)
-        fit = Regression(ones, 4 * ones, np.full(num_heads, 16))
-        found = is_out_of_reach(many, fit, 64, 0.01, 0.05)
-        assert len(found) == num_heads and len(set(found.tolist())) == 1
-        return bool(found[0])
-
+def test_among_more_heads_intervals_are_wider_and_chances_smaller():
     wide = 0.004 * float(stats.norm.isf(0.025 / 3 / 100))
     assert wide > 1.5 * REACH * 0.004
-    assert not first_of(1, 0.01 - 0.99 * wide, 0.01 + 0.99 * wide)
-    assert first_of(100, 0.01 - 0.99 * wide, 0.01 + 0.99 * wide)
-    assert not first_of(100, 0.01 - 1.01 * wide, 0.01 + 1.01 * wide)
+    assert chance(0.05 + 0.99 * wide) == pytest.approx(1)
+    assert chance(0.05 + 0.99 * wide, num_heads=100) == pytest.approx(0, abs=1e-12)
+    assert chance(0.05 + 1.01 * wide, num_heads=100) == pytest.approx(1)

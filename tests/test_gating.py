@@ -163,6 +163,18 @@ def test_a_baseline_for_each_position_replaces_z_position_by_position():
         np.testing.assert_allclose(gated[row], expected, atol=1e-10)
 
 
+@torch.no_grad()
+def test_layers_below_the_lowest_are_left_as_they_are():
+    model = tiny_model("gpt2").double()
+    everywhere, above = gate_without(SOME_HEADS), gate_without([Head(1, 0)])
+    with gate_heads(model, everywhere, random_baseline(model), lowest_layer=1):
+        found = logits_of(model)
+    assert torch.equal(found, logits_of(model, gate=above, baseline=random_baseline(model)))
+    assert not torch.equal(
+        found, logits_of(model, gate=everywhere, baseline=random_baseline(model))
+    )
+
+
 def test_gradient_of_gate_and_baseline_equals_finite_differences():
     model = tiny_model("gpt2").double()
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from mhaprune.control_variates import is_out_of_reach, is_settled, look_sizes, regression_effects
+from mhaprune.control_variates import (
+    LEAST_CHANCE,
+    chance_of_verdict,
+    is_settled,
+    look_sizes,
+    regression_effects,
+)
 from mhaprune.heads import Head
 from mhaprune.scores.attribution import predict
 from mhaprune.scores.estimate import Estimate, Subject, spread
@@ -71,7 +77,8 @@ def measure_until_settled(
         )
         thresholds = tolerance_nats, critical_nats
         settled = is_settled(effects, *thresholds)
-        hard = ~settled & is_out_of_reach(effects, regression, len(order), *thresholds)
+        chance = chance_of_verdict(effects, regression, len(order), *thresholds)
+        hard = ~settled & (chance < LEAST_CHANCE)
         open_heads = [head for head, done in zip(heads, settled | hard, strict=True) if not done]
         left = plan(open_heads, order[seen:], windows_per_unit) if open_heads else []
         yield Look(size, intact, ablated, settled, hard, num_rows(left))

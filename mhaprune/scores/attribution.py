@@ -50,14 +50,17 @@ def predict(
     `rows_per_batch` windows go through the model at once, fewer where the backward pass needs much.
     """
     shape = head_shape(model)
-    for numbers, block in groupby(units, key=lambda unit: unit.windows):
+    for numbers, group in groupby(units, key=lambda unit: unit.windows):
+        block = list(group)
+        asked = [unit.layer for unit in block if unit.layer is not None]
+        lowest_layer = min(asked, default=shape.num_layers - 1)
         longest = max(windows[number].num_inputs for number in numbers)
         rows = rows_for_gradients(model, longest, rows_per_batch)
         parts = []
         for first in range(0, len(numbers), rows):
             some = numbers[first : first + rows]
             gate = torch.ones(len(some), shape.num_layers, shape.num_heads)
-            parts.append(loss_and_slope(model, ids, windows, some, ablation, gate))
+            parts.append(loss_and_slope(model, ids, windows, some, ablation, gate, lowest_layer))
         losses, slope = (torch.cat(part) for part in zip(*parts, strict=True))
         effects = -slope.permute(1, 2, 0)
         for unit in block:

@@ -13,6 +13,7 @@ from mhaprune.architectures import HeadShape, head_shape
 from mhaprune.baselines import Ablation, Donors, donor_inputs
 from mhaprune.gating import captured_z, gate_heads
 from mhaprune.heads import Head
+from mhaprune.kernels import fast_linears, swapped
 from mhaprune.perplexity import target_nats, window_batch
 from mhaprune.windows import Window
 
@@ -134,16 +135,19 @@ def loss_and_slope(
     numbers: Sequence[int],
     ablation: Ablation,
     gate: Float[Tensor, "..."],
+    lowest_layer: int = 0,
 ) -> tuple[Float[Tensor, "window"], Float[Tensor, "..."]]:
     """Return the loss of windows `numbers` with heads gated, and its gradient by the gate.
 
-    `gate` is `window layer head` or, for a slope at each position, `window pos layer head`. Total
-    nats; both are float64 on the CPU. No gradient is left in the model.
+    `gate` is `window layer head` or, for a slope at each position, `window pos layer head`. Layers
+    below the lowest are not gated, and have a gradient of zero. Total nats; both are float64 on the
+    CPU. No gradient is left in the model.
     """
     inputs, targets = window_batch(ids, [windows[number] for number in numbers])
     baseline = baseline_of(model, ablation, numbers, inputs.shape[1])
     leaf = gate.to(model.device, model.dtype).detach().requires_grad_(True)
-    with torch.enable_grad(), gate_heads(model, leaf, baseline):
+    linears = swapped(fast_linears(model))
+    with linears, torch.enable_grad(), gate_heads(model, leaf, baseline, lowest_layer):
         logits = model(inputs.to(model.device), use_cache=False).logits
         nats = target_nats(logits, targets.to(model.device))
         (slope,) = torch.autograd.grad(nats.sum(), leaf)

@@ -25,7 +25,7 @@ SETTLED_AT = {  # mean effect and its spread over windows, nats per token -> the
     Head(1, 2): ((0.03, 0.001), 16),  # useful
     Head(2, 0): ((0.0, 0.013), 32),
     Head(2, 1): ((0.06, 0.02), 64),
-    Head(3, 3): ((0.015, 0.02), None),  # near the tolerance: never
+    Head(3, 3): ((0.0132, 0.01), None),  # near the tolerance: hardly, but not hopeless: never
 }
 HEADS = list(SETTLED_AT)
 
@@ -146,14 +146,13 @@ def test_a_head_at_a_threshold_is_given_up_and_not_called_settled(monkeypatch, t
     model, n = make_model(), HEADS.index(head)
     looks = model.looks()
     assert [look.num_windows for look in looks] == [16, 32, 64]  # all others have settled by then
-    assert [look.out_of_reach[n] for look in looks] == [False, False, True]
-    assert not any(look.settled[n] for look in looks)
-    assert model.windows_asked_for(head) == [order()[:16], order()[16:32], order()[32:64]]
+    assert all(look.out_of_reach[n] and not look.settled[n] for look in looks)
+    assert model.windows_asked_for(head) == [order()[:16], [], []]
     last = looks[-1]
     assert last.most_rows == 0
     assert last.out_of_reach.sum() == 1
     assert (last.settled != last.out_of_reach).all()
-    assert np.isfinite(last.ablated_nats[n]).sum() == 64
+    assert np.isfinite(last.ablated_nats[n]).sum() == 16
 
 
 def test_a_head_that_is_given_up_is_not_asked_for_while_others_go_on(monkeypatch):
@@ -161,9 +160,9 @@ def test_a_head_that_is_given_up_is_not_asked_for_while_others_go_on(monkeypatch
     model, given_up, still_open = make_model(), HEADS.index(Head(2, 1)), HEADS.index(Head(3, 3))
     looks = model.looks()
     assert [look.num_windows for look in looks] == LOOKS
-    assert [look.out_of_reach[given_up] for look in looks] == [False, False, True, True]
+    assert all(look.out_of_reach[given_up] for look in looks)
     assert not any(look.out_of_reach[still_open] or look.settled[still_open] for look in looks)
-    assert model.windows_asked_for(Head(2, 1))[-1] == []
+    assert model.windows_asked_for(Head(2, 1)) == [order()[:16], [], [], []]
     assert model.windows_asked_for(Head(3, 3))[-1] == order()[64:]
     assert looks[2].most_rows == 2 * 36  # of the head that is still open, and intact
 
@@ -230,7 +229,7 @@ def test_the_seed_decides_the_order_and_nothing_else_does():
 
 @pytest.mark.parametrize(("num_windows", "sizes"), [(8, [8]), (16, [16]), (20, [16, 20])])
 def test_few_windows_take_few_looks(num_windows, sizes):
-    model = make_model([Head(3, 3)], num_windows)
+    model = make_model([Head(2, 1)], num_windows)
     assert [look.num_windows for look in model.looks()] == sizes
 
 

@@ -74,6 +74,19 @@ def test_a_prediction_is_the_slope_of_the_loss_from_gate_1_to_gate_0(model_type,
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_predictions_are_the_same_whatever_layers_are_asked_for(kind):
+    """The pass back ends at the lowest of them."""
+    model = double_model("gpt2")
+    ablation = make_ablation(model, kind)
+    whole = predictions(model, plan(HEADS, range(len(WINDOWS)), 2), ablation)
+    last_layer = predictions(model, plan(HEADS[4:], range(len(WINDOWS)), 2), ablation)
+    alone = predictions(model, plan([], range(len(WINDOWS)), 2), ablation)
+    assert len(whole) > len(last_layer) > len(alone) == len(WINDOWS)
+    for key, nats in (last_layer | alone).items():
+        assert nats == pytest.approx(whole[key], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_effect_too_small_to_bend_the_loss_is_predicted_as_it_is_measured(kind):
     """With W_O a millionth of itself the loss is linear in the gates: their squares are nothing."""
     model = tiny_model("gpt2").double()
