@@ -55,6 +55,8 @@ def fast_blocks(blocks: Sequence[Block]) -> Forwards:
     found: dict[nn.Module, Callable[..., Tensor]] = {}
     for block in blocks:
         activation = _FUSED.get(type(block.activation).__name__)
+        if "forward" in vars(block.activation):
+            activation = None
         if activation == ("gelu", "tanh"):
             found[block.activation] = partial(F.gelu, approximate="tanh")
         for layer, weight, bias in _matrices(block.module):
@@ -70,10 +72,16 @@ def swapped(forwards: Forwards) -> Iterator[None]:
     """Within this context the modules compute these functions. Their hooks run as ever."""
     with ExitStack() as stack:
         for module, forward in forwards.items():
-            if "forward" not in vars(module):
-                module.forward = forward
-                stack.callback(delattr, module, "forward")
+            stack.callback(_put_back, module, vars(module).get("forward"))
+            module.forward = forward
         yield
+
+
+def _put_back(module: nn.Module, forward: Callable[..., Tensor] | None) -> None:
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
 
 
 def is_fast(weight: Tensor) -> bool:
@@ -87,9 +95,13 @@ def is_fast(weight: Tensor) -> bool:
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor, Tensor | None]]:
-    """Yield each layer that oneDNN can do: a Linear, or a Conv1D, whose weights are `[in, out]`."""
+    """Yield each layer that oneDNN can do: a Linear, or a Conv1D, whose weights are `[in, out]`.
+
+    Not one whose `forward` somebody else has replaced.
+    """
     for layer in module.modules():
-        if type(layer) is nn.Linear or type(layer).__name__ == "Conv1D":
+        known = type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+        if known and "forward" not in vars(layer):
             weight = layer.get_parameter("weight")
             weight = weight if isinstance(layer, nn.Linear) else weight.T
             if is_fast(weight):

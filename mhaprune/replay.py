@@ -217,7 +217,7 @@ class Unembedding:
         assert isinstance(layer, nn.Linear)
         self.weight, self.bias = layer.weight, layer.bias
         on_cpu = self.weight.device.type == "cpu"
-        self.num_positions, self.tile = (512, 1024) if on_cpu else (4096, 16_384)
+        self.num_positions, self.tile = (2048, 512) if on_cpu else (4096, 16_384)
 
     @torch.no_grad()
     def nats(

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -117,8 +118,8 @@ def report(numbers: dict[str, float], growth: Growth, command: str, adaptive_on:
 
 
 def without_places(words: Sequence[str]) -> str:
-    """Join the words of a command, with the last name of each path only."""
-    return re.sub(r"(?<![\w.])/\S*/", "", " ".join(words))
+    """Join the words of a command, quoted for a shell, with the last name of each path only."""
+    return re.sub(r"(?<![\w.])/\S*/", "", shlex.join(words))
 
 
 def main() -> None:
@@ -142,7 +143,7 @@ def main() -> None:
     numbers = measure_exact(3 if args.quick else 7, args.heads, args.rows, lens)
     growth = measure_growth()
     numbers |= measure_adaptive(overrides)
-    command = without_places(["python scripts/benchmark.py", *sys.argv[1:]])
+    command = without_places(["python", "scripts/benchmark.py", *sys.argv[1:]])
     page = report(numbers, growth, command, without_places(overrides))
     args.out.write_text(page)
     save_png(draw(numbers, growth), args.out.with_suffix(".png"))

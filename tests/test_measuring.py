@@ -255,7 +255,7 @@ def test_another_ablation_is_measured_beside_the_first(prepared, place, tmp_path
 def test_progress_is_told_in_rows_and_adds_up(prepared, place, tmp_path):
     bar, heads = Bar(), [Head(1, 0), Head(1, 2)]
     measure_losses(prepared, heads, make_config(place), tmp_path, bar)
-    assert [amount for amount in bar.amounts if amount] == [4, 8, 2, 4]
+    assert [amount for amount in bar.amounts if amount] == [8, 4, 4, 2]
     assert bar.totals == [bar.completed] == [num_rows(plan(heads, range(6), 4))]
 
 
@@ -368,7 +368,7 @@ def adaptive_config(place: Path, tolerance_nats: float, ablation: str = "zero") 
     )
 
 
-SOME_STAY_OPEN, ALL_SETTLE = 0.001, 0.003  # tolerances: most effects are within 0.0005
+SOME_STAY_OPEN, ALL_SETTLE = 0.0013, 0.003  # tolerances: most effects are within 0.0005
 
 
 def test_heads_that_are_settled_are_measured_on_fewer_windows(
@@ -381,8 +381,8 @@ def test_heads_that_are_settled_are_measured_on_fewer_windows(
     assert np.isfinite(losses.intact_nats).all()
     assert losses.predicted_nats is not None and np.isfinite(losses.predicted_nats).all()
     assert [line.split(":")[0] for line in said] == [f"{n} of 40 windows" for n in LOOKS]
-    assert said[0] == "16 of 40 windows: 1 of 8 heads settled, 1 too close to a threshold"
-    assert (measured == 16).sum() == 1 + 1
+    assert said[0] == "16 of 40 windows: 4 of 8 heads settled, 2 too close to a threshold"
+    assert (measured == 16).sum() == 4 + 2
     for n, head in enumerate(ALL_HEADS):
         of_head = [u for u in measured_units if u.layer == head.layer and head.head in u.heads]
         windows = sorted(window for unit in of_head for window in unit.windows)

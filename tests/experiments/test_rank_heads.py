@@ -379,7 +379,7 @@ def test_an_adaptive_run_measures_each_head_on_as_many_windows_as_it_takes(run, 
     effects, summary = effects_in(directory), json_in(directory, "summary.json")
     assert effects.keys() == set(heads)
     measured = {head: int(row["num_windows"]) for head, row in effects.items()}
-    assert set(measured.values()) == {32, 40}
+    assert set(measured.values()) == {16, 32, 40}
     assert summary["heads/share_of_windows"] == pytest.approx(np.mean([*measured.values()]) / 40)
     assert summary["intervals/method"].startswith("control variates, Student t over 40 blocks")
     kept = [json.loads(line) for line in lines_in(directory)]
@@ -387,7 +387,7 @@ def test_an_adaptive_run_measures_each_head_on_as_many_windows_as_it_takes(run, 
         assert list(row) == COLUMNS
         assert -1 <= float(row["correlation"]) <= 1
         assert float(row["variance_reduction"]) > 0
-        assert (row["verdict"] == "undetermined") <= (measured[head] == num_windows)
+        assert (row["verdict"] == "undetermined") == (measured[head] == 16)  # given up at once
         of_head = [
             line
             for line in kept

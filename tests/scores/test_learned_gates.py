@@ -137,9 +137,9 @@ def test_heads_that_were_not_asked_for_are_open_all_the_time(monkeypatch):
 def note_gates(monkeypatch: pytest.MonkeyPatch, used: list[torch.Tensor]) -> None:
     """Put the gates of every pass through a model into `used`."""
 
-    def noting(model, gate, baseline):
+    def noting(model, gate, *others):
         used.append(gate.detach())
-        return gate_heads(model, gate, baseline)
+        return gate_heads(model, gate, *others)
 
     for name in ("mhaprune.scores.learned_gates", "mhaprune.scores.estimate"):
         if hasattr(sys.modules[name], "gate_heads"):
