@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from benchmark_adaptive import measure_adaptive, measure_growth
-from benchmark_exact import NUM_LAYERS, measure_exact
+from benchmark_exact import NUM_HEADS, NUM_LAYERS, measure_exact
 from matplotlib.figure import Figure
 
 from mhaprune.report import save_png
@@ -124,8 +124,10 @@ def without_places(words: Sequence[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
-    parser.add_argument("--heads", type=int, default=4, help="heads of each layer to replay")
+    parser.add_argument("--quick", action="store_true", help="3 rounds, not 7, and few heads")
+    parser.add_argument(
+        "--heads", type=int, help="heads of each layer to replay: all, or 4 if quick"
+    )
     parser.add_argument("--rows", type=int, default=2, help="heads that are replayed at once")
     parser.add_argument("--transformer-lens", help="a Python that has transformer-lens")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -140,7 +142,8 @@ def main() -> None:
     if args.adaptive_only:
         print(json.dumps(measure_adaptive(overrides), indent=2))
         return
-    numbers = measure_exact(3 if args.quick else 7, args.heads, args.rows, lens)
+    rounds, heads = (3, 4) if args.quick else (7, NUM_HEADS)
+    numbers = measure_exact(rounds, args.heads or heads, args.rows, lens)
     growth = measure_growth()
     numbers |= measure_adaptive(overrides)
     command = without_places(["python", "scripts/benchmark.py", *sys.argv[1:]])
