@@ -161,8 +161,7 @@ def chance_of_verdict(
     reach = stats.norm.isf((1 - effects.confidence) / 2 / num_comparisons)
     plain_error = effects.standard_error * np.sqrt(regression.variance_reduction)
     final_error = plain_error * np.sqrt(regression.num_windows / num_windows)
-    still_to_move = np.sqrt(np.maximum(effects.standard_error**2 - final_error**2, 0))
-    still_to_move = np.maximum(still_to_move, 1e-12)
+    still_to_move = np.sqrt(np.maximum(effects.standard_error**2 - final_error**2, 1e-24))
     edges = (-np.inf, -tolerance_nats, tolerance_nats, critical_nats, np.inf)
     chances = []
     for below, above in itertools.pairwise(edges):

@@ -35,7 +35,7 @@ def product(
     bias: Float[Tensor, "d_out"] | None = None,
 ) -> Float[Tensor, "*rows d_out"]:
     """Return inputs weight^T + bias, as fast as the machine can. There is no gradient."""
-    return _onednn(inputs, weight, bias) if is_fast(weight) else F.linear(inputs, weight, bias)
+    return _onednn(inputs, weight, bias) if _is_fast(weight) else F.linear(inputs, weight, bias)
 
 
 def fast_linears(module: nn.Module) -> Forwards:
@@ -84,7 +84,7 @@ def _put_back(module: nn.Module, forward: Callable[..., Tensor] | None) -> None:
         module.forward = forward
 
 
-def is_fast(weight: Tensor) -> bool:
+def _is_fast(weight: Tensor) -> bool:
     """Say whether oneDNN is to multiply by this matrix.
 
     Not where float32 products may round their factors (`matmul=fast`): torch's own know how.
@@ -104,7 +104,7 @@ def _matrices(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor, Tensor | N
         if known and "forward" not in vars(layer):
             weight = layer.get_parameter("weight")
             weight = weight if isinstance(layer, nn.Linear) else weight.T
-            if is_fast(weight):
+            if _is_fast(weight):
                 yield layer, weight, dict(layer.named_parameters()).get("bias")
 
 

@@ -167,12 +167,12 @@ class Roll:
 
             return before
 
-        for number in range(self.next_layer, layer + 1):
-            block = self.blocks[number]
-            with swapped(self.forwards), ExitStack() as stack:
-                for name, module in (("z", block.projection), ("mid", block.mlp_norm)):
-                    stack.callback(module.register_forward_pre_hook(keep(name)).remove)
-                self.resid = block.module(self.resid, **self.arguments[number])
+        block = self.blocks[layer]
+        with swapped(self.forwards), ExitStack() as stack:
+            for name, module in (("z", block.projection), ("mid", block.mlp_norm)):
+                stack.callback(module.register_forward_pre_hook(keep(name)).remove)
+            for number in range(self.next_layer, layer + 1):
+                self.resid = self.blocks[number].module(self.resid, **self.arguments[number])
         self.next_layer = layer + 1
         return seen["z"].unflatten(-1, (self.shape.num_heads, self.shape.d_head)), seen["mid"]
 
