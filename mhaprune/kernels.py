@@ -6,6 +6,7 @@ operator that compiled models use. Where that is missing, or for other devices a
 run as they are, but for a tanh-GELU that is written out in elementwise steps.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -29,13 +30,39 @@ _FUSED = {
 Forwards = Mapping[nn.Module, Callable[..., Tensor]]
 
 
-def product(
-    inputs: Float[Tensor, "*rows d_in"],
-    weight: Float[Tensor, "d_out d_in"],
-    bias: Float[Tensor, "d_out"] | None = None,
-) -> Float[Tensor, "*rows d_out"]:
-    """Return inputs weight^T + bias, as fast as the machine can. There is no gradient."""
-    return _onednn(inputs, weight, bias) if _is_fast(weight) else F.linear(inputs, weight, bias)
+class Product:
+    """inputs weight^T + bias, as fast as the machine can, for many inputs. There is no gradient.
+
+    `packed` makes oneDNN's own copy of the matrix: about 2 ns a number once, and products are 3%
+    faster in all, so that it pays from 7,000 rows on. The matrix must not change meanwhile.
+    """
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "d_out d_in"],
+        bias: Float[Tensor, "d_out"] | None = None,
+        activation: tuple[str, str] | None = None,
+        *,
+        packed: bool,
+    ) -> None:
+        self.is_fast = _is_fast(weight)
+        assert self.is_fast or activation is None, "only oneDNN fuses activations"
+        self.weight = _packed(weight) if packed and self.is_fast else weight
+        self.bias, self.activation = bias, activation
+
+    def __call__(self, inputs: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
+        if self.is_fast:
+            return _onednn(inputs, self.weight, self.bias, self.activation)
+        return F.linear(inputs, self.weight, self.bias)
+
+
+def has_room_to_pack(model: nn.Module) -> bool:
+    """Say whether the weights take at most an eighth of the machine's memory.
+
+    That does not depend on what else runs, so that the same run computes the same way again.
+    """
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    return 8 * num_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fast_linears(module: nn.Module) -> Forwards:
@@ -50,8 +77,11 @@ def fast_linears(module: nn.Module) -> Forwards:
     }
 
 
-def fast_blocks(blocks: Sequence[Block]) -> Forwards:
-    """Return the like for all of some blocks, with activations fused: for use without gradients."""
+def fast_blocks(blocks: Sequence[Block], *, packed: bool) -> Forwards:
+    """Return the like for all of some blocks, with activations fused: for use without gradients.
+
+    `packed` as for `Product`.
+    """
     found: dict[nn.Module, Callable[..., Tensor]] = {}
     for block in blocks:
         activation = _FUSED.get(type(block.activation).__name__)
@@ -61,7 +91,7 @@ def fast_blocks(blocks: Sequence[Block]) -> Forwards:
             found[block.activation] = partial(F.gelu, approximate="tanh")
         for layer, weight, bias in _matrices(block.module):
             fused = activation if layer is block.into_activation else None
-            found[layer] = partial(_onednn, weight=weight, bias=bias, activation=fused)
+            found[layer] = Product(weight, bias, fused, packed=packed)
             if fused:
                 found[block.activation] = _as_it_is
     return found
@@ -109,7 +139,7 @@ def _matrices(module: nn.Module) -> Iterator[tuple[nn.Module, Tensor, Tensor | N
 
 
 def _with_gradient(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return lambda inputs: _Product.apply(inputs, weight, bias)
+    return lambda inputs: _ByInputs.apply(inputs, weight, bias)
 
 
 def _onednn(
@@ -122,7 +152,12 @@ def _onednn(
     return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, kind, [], algorithm)
 
 
-class _Product(torch.autograd.Function):
+def _packed(weight: Float[Tensor, "d_out d_in"]) -> Tensor:
+    """Return a matrix in the opaque layout that oneDNN multiplies by, for about 2,048 rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 2048)
+
+
+class _ByInputs(torch.autograd.Function):
     """inputs weight^T + bias, with a gradient by the inputs alone."""
 
     @staticmethod
@@ -140,7 +175,9 @@ def _has_onednn() -> bool:
     """Try the operator: it is no part of torch's public interface, and some builds lack it."""
     inputs, weight, bias = torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2)
     try:
-        return torch.equal(_onednn(inputs, weight, bias), F.linear(inputs, weight, bias))
+        expected = F.linear(inputs, weight, bias)
+        found = [_onednn(inputs, some, bias) for some in (weight, _packed(weight))]
+        return all(torch.equal(each, expected) for each in found)
     except (AttributeError, RuntimeError, TypeError):
         return False
 

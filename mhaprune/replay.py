@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 from mhaprune.architectures import Block, final_norm, head_shape, replayable_blocks
 from mhaprune.gating import Baseline, gate_z, hooked_projections, repeat_windows
-from mhaprune.kernels import fast_blocks, product, swapped
+from mhaprune.kernels import Forwards, Product, fast_blocks, has_room_to_pack, swapped
 from mhaprune.perplexity import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Positions and tokens of the vocabulary at once, where logits are to stay in the cache.
+_TILES = {"cpu": (2048, 512)}
 
 # What replaces a layer's z: anything that broadcasts against `window pos head d_head`.
 LayerBaseline = Callable[[int], Float[Tensor, "..."]]
@@ -135,7 +138,9 @@ class Roll:
     @torch.no_grad()
     def __init__(self, model: "PreTrainedModel", inputs: Int[Tensor, "row pos"]) -> None:
         self.blocks: list[Block] = replayable_blocks(model)
-        self.forwards = fast_blocks(self.blocks)
+        self.forwards = fast_blocks(self.blocks, packed=False)
+        self.forwards_of_variants: dict[int, Forwards] = {}
+        self.packed = has_room_to_pack(model)
         self.norm = final_norm(model)
         self.shape = head_shape(model)
         self.next_layer = 0
@@ -196,13 +201,25 @@ class Roll:
         `mid` has the rows of this roll, once for each variant.
         """
         block, num_rows = self.blocks[layer], len(self.resid)
-        with swapped(self.forwards):
+        with ExitStack() as stack:
+            for number in range(layer, len(self.blocks)):
+                stack.enter_context(swapped(self._forwards_of_variants(number)))
             hidden = mid + block.mlp(block.mlp_norm(mid))
             for number in range(layer + 1, len(self.blocks)):
                 times = len(mid) // num_rows
                 arguments = repeat_rows(self.arguments[number], num_rows, times)
                 hidden = self.blocks[number].module(hidden, **arguments)
             return self.norm(hidden)
+
+    def _forwards_of_variants(self, number: int) -> Forwards:
+        """Return what block `number` computes with for variants: there are many, so packing pays.
+
+        Not for the intact model, which takes one pass.
+        """
+        if number not in self.forwards_of_variants:
+            forwards = fast_blocks([self.blocks[number]], packed=self.packed)
+            self.forwards_of_variants[number] = forwards
+        return self.forwards_of_variants[number]
 
 
 class Unembedding:
@@ -216,8 +233,11 @@ class Unembedding:
         layer = model.get_output_embeddings()
         assert isinstance(layer, nn.Linear)
         self.weight, self.bias = layer.weight, layer.bias
-        on_cpu = self.weight.device.type == "cpu"
-        self.num_positions, self.tile = (2048, 512) if on_cpu else (4096, 16_384)
+        self.num_positions, tile = _TILES.get(self.weight.device.type, (4096, 16_384))
+        weights = self.weight.split(tile)
+        biases = [None] * len(weights) if self.bias is None else self.bias.split(tile)
+        packed = has_room_to_pack(model)
+        self.tiles = [Product(*parts, packed=packed) for parts in zip(weights, biases, strict=True)]
 
     @torch.no_grad()
     def nats(
@@ -239,10 +259,8 @@ class Unembedding:
     def _log_partition(self, hidden: Float[Tensor, "scored d_model"]) -> Float[Tensor, "scored"]:
         """Return log sum exp of each position's logits in float64."""
         parts = []
-        for first in range(0, len(self.weight), self.tile):
-            some = slice(first, first + self.tile)
-            bias = None if self.bias is None else self.bias[some]
-            logits = product(hidden, self.weight[some], bias)
+        for tile in self.tiles:
+            logits = tile(hidden)
             highest = logits.amax(1, keepdim=True)
             parts.append(logits.sub_(highest).exp_().sum(1).log_() + highest[:, 0])
         return torch.stack(parts).double().logsumexp(0)

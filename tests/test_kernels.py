@@ -6,10 +6,11 @@ from torch.nn import functional as F
 
 from mhaprune import kernels
 from mhaprune.architectures import REPLAYABLE, replayable_blocks
-from mhaprune.kernels import fast_blocks, fast_linears, product, swapped
+from mhaprune.kernels import Product, fast_blocks, fast_linears, swapped
 from mhaprune.machine import fast_matmul
 from tests.micro import tiny_model
 
+either_way = pytest.mark.parametrize("packed", [False, True])
 every_replayable = pytest.mark.parametrize("model_type", sorted(REPLAYABLE))
 IDS = torch.arange(24).view(2, 12) % 11
 
@@ -21,13 +22,14 @@ def lowered(model):
     ]
 
 
+@either_way
 @every_replayable
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_model_gives_the_same_logits_with_its_modules_swapped(model_type, dtype):
+def test_a_model_gives_the_same_logits_with_its_modules_swapped(model_type, dtype, packed):
     model = tiny_model(model_type).to(getattr(torch, dtype))
     expected = model.double()(IDS).logits
     model = model.to(getattr(torch, dtype))
-    forwards = fast_blocks(replayable_blocks(model))
+    forwards = fast_blocks(replayable_blocks(model), packed=packed)
     with swapped(forwards):
         found = model(IDS).logits
     tolerance = 1e-12 if dtype == "float64" else 5e-6 * expected.abs().max().item()
@@ -40,7 +42,7 @@ def test_a_model_gives_the_same_logits_with_its_modules_swapped(model_type, dtyp
 )
 def test_every_matrix_of_a_block_and_its_activation_are_swapped(model_type, per_block):
     blocks = replayable_blocks(tiny_model(model_type).float())
-    forwards = fast_blocks(blocks)
+    forwards = fast_blocks(blocks, packed=True)
     assert len(forwards) == per_block * len(blocks)
     for block in blocks:
         inputs = torch.randn(3, block.mlp_norm.weight.shape[0])
@@ -52,29 +54,31 @@ def test_every_matrix_of_a_block_and_its_activation_are_swapped(model_type, per_
 def test_where_onednn_is_missing_only_the_gelu_that_is_written_out_is_swapped(monkeypatch):
     monkeypatch.setattr(kernels, "_has_onednn", lambda: False)
     blocks = replayable_blocks(tiny_model("gpt2").float())
-    forwards = fast_blocks(blocks)
+    forwards = fast_blocks(blocks, packed=True)
     assert set(forwards) == {block.activation for block in blocks}
     inputs = torch.linspace(-6, 6, 101, dtype=torch.float64)
     expected = (
         0.5 * inputs * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inputs + 0.044715 * inputs**3)))
     )
     torch.testing.assert_close(forwards[blocks[0].activation](inputs), expected)
-    assert fast_blocks(replayable_blocks(tiny_model("llama").float())) == {}
+    assert fast_blocks(replayable_blocks(tiny_model("llama").float()), packed=True) == {}
     inputs, weight, bias = torch.randn(2, 5, 3), torch.randn(4, 3), torch.randn(4)
-    assert torch.equal(product(inputs, weight, bias), F.linear(inputs, weight, bias))
+    assert torch.equal(Product(weight, bias, packed=True)(inputs), F.linear(inputs, weight, bias))
 
 
 def test_products_that_may_round_are_left_to_torch():
     blocks = replayable_blocks(tiny_model("llama").float())
     with fast_matmul():
-        assert fast_blocks(blocks) == {}
+        assert fast_blocks(blocks, packed=True) == {}
 
 
 def test_an_operator_that_fails_or_errs_counts_as_missing(monkeypatch):
-    for wrong in (lambda *_: torch.zeros(2, 2), _raises):
-        monkeypatch.setattr(kernels, "_onednn", wrong)
-        kernels._has_onednn.cache_clear()
-        assert not kernels._has_onednn()
+    for name in ("_onednn", "_packed"):
+        for wrong in (lambda *_: torch.zeros(2, 2), _raises):
+            with monkeypatch.context() as context:
+                context.setattr(kernels, name, wrong)
+                kernels._has_onednn.cache_clear()
+                assert not kernels._has_onednn()
     kernels._has_onednn.cache_clear()
 
 
@@ -84,7 +88,7 @@ def _raises(*_):
 
 def test_modules_are_as_before_afterwards_also_on_errors_and_when_nested():
     model = tiny_model("gpt2").float()
-    before, forwards = lowered(model), fast_blocks(replayable_blocks(model))
+    before, forwards = lowered(model), fast_blocks(replayable_blocks(model), packed=True)
     with pytest.raises(KeyError), swapped(forwards):
         inside = lowered(model)
         with swapped({model.lm_head: torch.sin} | dict(forwards)):
@@ -122,16 +126,35 @@ def test_what_somebody_else_replaced_is_neither_swapped_nor_fused(replaced):
     module = getattr(block, replaced)
     theirs = module.forward
     module.forward = lambda inputs: 2 * theirs(inputs)
-    expected, forwards = model(IDS).logits, fast_blocks(replayable_blocks(model))
+    expected, forwards = model(IDS).logits, fast_blocks(replayable_blocks(model), packed=True)
     assert module not in forwards
     with swapped(forwards):
         found = model(IDS).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not kernels._has_onednn(), reason="this torch has no oneDNN")
+def test_packing_copies_and_only_where_onednn_multiplies():
+    weight = torch.eye(3)
+    assert Product(weight, packed=False).weight is weight
+    assert Product(weight, packed=True).weight.is_mkldnn
+    assert Product(weight.double(), packed=True).weight.dtype == torch.float64
+    assert torch.equal(weight, torch.eye(3))
+
+
+@pytest.mark.parametrize(("pages", "room"), [(7, False), (8, True)])
+def test_weights_are_packed_where_they_take_an_eighth_of_the_memory_at_most(
+    monkeypatch, pages, room
+):
+    sizes = {"SC_PAGE_SIZE": 400, "SC_PHYS_PAGES": pages}
+    monkeypatch.setattr(kernels.os, "sysconf", sizes.get)
+    assert kernels.has_room_to_pack(torch.nn.Linear(9, 10)) == room  # 100 numbers, 400 bytes
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (7, 3), (2, 5, 3), (0, 3)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_product_is_that_of_a_linear_layer(shape, transposed):
+@either_way
+def test_a_product_is_that_of_a_linear_layer(shape, transposed, packed):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(shape, generator=generator)
     weight = torch.randn((3, 4) if transposed else (4, 3), generator=generator)
@@ -139,4 +162,5 @@ def test_a_product_is_that_of_a_linear_layer(shape, transposed):
     for bias in (None, torch.randn(4, generator=generator)):
         wide = None if bias is None else bias.double()
         expected = F.linear(inputs.double(), weight.double(), wide).float()
-        torch.testing.assert_close(product(inputs, weight, bias), expected, rtol=0, atol=2e-6)
+        found = Product(weight, bias, packed=packed)(inputs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mhaprune import replay as replay_module
 from mhaprune.architectures import REPLAYABLE, head_shape, replayable_blocks
 from mhaprune.gating import captured_z
 from mhaprune.heads import Head
@@ -123,14 +124,15 @@ def test_replay_yields_what_was_asked_for_by_layer_and_last_the_intact_losses():
     torch.testing.assert_close(found[None][0], row_nats(model, inputs, targets))
 
 
-def test_unembedding_in_tiles_is_the_loss_of_the_whole_logits():
+def test_unembedding_in_tiles_is_the_loss_of_the_whole_logits(monkeypatch):
+    monkeypatch.setitem(replay_module._TILES, "cpu", (3, 7))
     model = tiny_model("gpt2").float()
     ids = torch.randint(0, 60, (41,), generator=torch.Generator().manual_seed(1))
     inputs, targets = window_batch(ids, make_windows(41, 20, 7))
     assert (targets == IGNORED).any()
     logits = model(inputs, use_cache=False).logits
     unembedding = Unembedding(model)
-    unembedding.num_positions, unembedding.tile = 3, 7
+    assert len(unembedding.tiles) == -(-model.config.vocab_size // 7)
     nats = unembedding.nats(Roll(model, inputs).advance_to_the_end(), targets)
     torch.testing.assert_close(nats, target_nats(logits, targets), rtol=0, atol=1e-4)
     torch.testing.assert_close(nats, row_nats(model, inputs, targets), rtol=0, atol=1e-4)
