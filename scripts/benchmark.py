@@ -144,6 +144,8 @@ def main() -> None:
         return
     rounds, heads = (3, 4) if args.quick else (7, NUM_HEADS)
     numbers = measure_exact(rounds, args.heads or heads, args.rows, lens)
+    by_now = {key: round(number, 2) for key, number in numbers.items() if "layer" not in key}
+    print(json.dumps(by_now, indent=2), file=sys.stderr, flush=True)
     growth = measure_growth()
     numbers |= measure_adaptive(overrides)
     command = without_places(["python", "scripts/benchmark.py", *sys.argv[1:]])

@@ -167,14 +167,15 @@ def measure_exact(
     hook_loop(work, 0)
     if lens:
         lens.seconds(0)
-    layers, hooks, others, limits = [], [], [], []
+    layers, hooks, others, limits, start = [], [], [], [], time.perf_counter()
     for turn in range(rounds):
         layers.append([t / heads for t in replay_layers(work, heads, rows)])
         hooks.append(seconds(lambda: hook_loop(work, turn % NUM_LAYERS)))  # noqa: B023
         if lens:
             others.append(lens.seconds(turn % NUM_LAYERS))
         limits.append(seconds_of_products())
-        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+        left = (time.perf_counter() - start) * (rounds / (turn + 1) - 1) / 60
+        print(f"round {turn + 1} of {rounds}, {left:.0f} min left", file=sys.stderr, flush=True)
     by_layer, limit_by_layer = (
         [statistics.median(each) for each in zip(*turns, strict=True)] for turns in (layers, limits)
     )
