@@ -141,14 +141,12 @@ class Measurer:
     def losses(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
         """Return the total nats of each unit's variants on its windows."""
         measure_missing = partial(measure, engine=self.engine)
-        with fast_matmul() if self.config.evaluation.matmul == "fast" else nullcontext():
-            return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
+        return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
 
     def sets(self, units: Sequence[SetUnit]) -> dict[SetUnit, Float[np.ndarray, "..."]]:
         """Return the total nats with each unit's heads ablated together, on its windows."""
         measure_missing = partial(measure_sets, engine=self.engine)
-        with fast_matmul() if self.config.evaluation.matmul == "fast" else nullcontext():
-            return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
+        return self._obtain(self.config.ablation.kind, units, measure_missing, num_rows)
 
     def predictions(self, units: Sequence[Unit]) -> dict[Unit, Float[np.ndarray, "..."]]:
         """Return each head's effect to first order, and the loss for the intact unit."""
@@ -168,13 +166,14 @@ class Measurer:
         self.advance(rows_of(found))
         results = {unit: np.array(record.total_nats) for unit, record in found.items()}
         missing = [unit for unit in units if unit not in found]
-        for unit, nats in measure_missing(*self.subject, missing, self.ablation, self.rows):
-            table = tuple(tuple(row) for row in nats.tolist())
-            record = Measurement(self.key, *unit.stored(kind), table)
-            self.store.append(record)
-            self.known[record.unit] = record
-            results[unit] = nats.numpy()
-            self.advance(rows_of([unit]))
+        with fast_matmul() if self.config.evaluation.matmul == "fast" else nullcontext():
+            for unit, nats in measure_missing(*self.subject, missing, self.ablation, self.rows):
+                table = tuple(tuple(row) for row in nats.tolist())
+                record = Measurement(self.key, *unit.stored(kind), table)
+                self.store.append(record)
+                self.known[record.unit] = record
+                results[unit] = nats.numpy()
+                self.advance(rows_of([unit]))
         return results
 
 
@@ -210,7 +209,8 @@ def _measure_adaptively(
     num_windows, per_unit = len(prepared.windows), evaluation.windows_per_unit
     look_sizes(num_windows)  # too few windows: refused before anything is measured
     units = plan(heads, measurer.all_windows, per_unit)
-    measurer.advance(0, num_rows(units) + prediction_rows(units))
+    ablations = sum(unit.num_rows for unit in units if unit.layer is not None)
+    measurer.advance(0, ablations + prediction_rows(units))
     predictions = measurer.predictions(units)
     intact, predicted = assemble(predictions, heads, num_windows)
     looks = measure_until_settled(
@@ -230,7 +230,7 @@ def _measure_adaptively(
             f"{look.num_windows} of {num_windows} windows: {settled} of {len(heads)} heads settled"
             + f", {hard} too close to a threshold" * bool(hard)
         )
-        losses = Losses(look.intact_nats, look.ablated_nats, predicted)
+        losses = Losses(intact, look.ablated_nats, predicted)
     return losses
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from mhaprune.windows import Window
 
@@ -107,14 +108,15 @@ def target_nats(
 ) -> Float[Tensor, "row"]:
     """Return each row's loss in nats, summed in float64 over the positions that are scored.
 
-    Computed `chunk` positions at a time, in float32: logsumexp(logits) - logits[target].
+    Computed `chunk` positions at a time, in float32 (or float64, where the logits are).
     """
     total = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
     for part, target in zip(logits.split(chunk, 1), targets.split(chunk, 1), strict=True):
         part = part if part.dtype == torch.float64 else part.float()
-        chosen = part.gather(-1, target.clamp(min=0)[..., None]).squeeze(-1)
-        nats = part.logsumexp(-1) - chosen
-        total += nats.masked_fill(target == IGNORED, 0.0).sum(1, dtype=torch.float64)
+        nats = F.cross_entropy(
+            part.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        total += nats.view(target.shape).sum(1, dtype=torch.float64)
     return total
 
 

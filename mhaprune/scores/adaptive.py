@@ -38,7 +38,6 @@ class Look:
     """
 
     num_windows: int
-    intact_nats: Float[np.ndarray, "window"]
     ablated_nats: Float[np.ndarray, "head window"]
     settled: Bool[np.ndarray, "head"]
     out_of_reach: Bool[np.ndarray, "head"]
@@ -61,29 +60,33 @@ def measure_until_settled(
 ) -> Iterator[Look]:
     """Yield a look after each round of measuring, until no head is open or all windows are used.
 
-    `intact_nats` and `predicted_nats` cover all windows (`attribution.predict`). Which windows come
-    first is a random order from `seed`, the same for all heads. ValueError below 8 windows.
+    `intact_nats` and `predicted_nats` cover all windows (`attribution.predict`), so that the intact
+    model is not measured again. Which windows come first is a random order from `seed`, the same
+    for all heads. ValueError below 8 windows.
     """
     order = np.random.default_rng(seed).permutation(len(intact_nats)).tolist()
     results: dict[Unit, Float[np.ndarray, "variant window"]] = {}
     open_heads, seen = list(heads), 0
     for size in look_sizes(len(order)):
-        results |= obtain(plan(open_heads, order[seen:size], windows_per_unit))
+        results |= obtain(_ablations(open_heads, order[seen:size], windows_per_unit))
         seen = size
-        intact, ablated = assemble(results, heads, len(order))
-        intact = np.where(np.isnan(intact), intact_nats, intact)
+        _, ablated = assemble(results, heads, len(order))
         effects, regression = regression_effects(
-            intact, ablated, predicted_nats, num_tokens, blocks, confidence=confidence
+            intact_nats, ablated, predicted_nats, num_tokens, blocks, confidence=confidence
         )
         thresholds = tolerance_nats, critical_nats
         settled = is_settled(effects, *thresholds)
         chance = chance_of_verdict(effects, regression, len(order), *thresholds)
         hard = ~settled & (chance < LEAST_CHANCE)
         open_heads = [head for head, done in zip(heads, settled | hard, strict=True) if not done]
-        left = plan(open_heads, order[seen:], windows_per_unit) if open_heads else []
-        yield Look(size, intact, ablated, settled, hard, num_rows(left))
+        left = _ablations(open_heads, order[seen:], windows_per_unit)
+        yield Look(size, ablated, settled, hard, num_rows(left))
         if not open_heads:
             return
+
+
+def _ablations(heads: Sequence[Head], windows: Sequence[int], windows_per_unit: int) -> list[Unit]:
+    return [unit for unit in plan(heads, windows, windows_per_unit) if unit.layer is not None]
 
 
 def leave_one_out_adaptively(
@@ -121,11 +124,11 @@ def leave_one_out_adaptively(
     )
     *_, last = looks
     effects, regression = regression_effects(
-        *(last.intact_nats, last.ablated_nats, predicted, subject.num_tokens),
+        *(intact, last.ablated_nats, predicted, subject.num_tokens),
         *(np.array(all_windows),),
         confidence=confidence,
     )
-    measured = int(regression.num_windows.sum()) + last.num_windows
+    measured = int(regression.num_windows.sum())
     return Estimate(
         spread(subject, effects.effect_nats[:, None], fill=np.nan)[..., 0],
         spread(subject, effects.standard_error[:, None], fill=np.nan)[..., 0],

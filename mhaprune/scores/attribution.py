@@ -55,7 +55,7 @@ def predict(
         asked = [unit.layer for unit in block if unit.layer is not None]
         lowest_layer = min(asked, default=shape.num_layers - 1)
         longest = max(windows[number].num_inputs for number in numbers)
-        rows = rows_for_gradients(model, longest, rows_per_batch)
+        rows = rows_for_gradients(model, longest, rows_per_batch, lowest_layer)
         parts = []
         for first in range(0, len(numbers), rows):
             some = numbers[first : first + rows]

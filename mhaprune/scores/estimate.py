@@ -20,7 +20,7 @@ from mhaprune.windows import Window
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NUMBERS_AT_ONCE = 2**28  # kept for the backward pass: 1 GiB in float32
+NUMBERS_AT_ONCE = 2**29  # kept for the backward pass: 2 GiB in float32
 _WIDTHS = 34  # of the model, kept by each block: streams, q, k, v, z, both sides of the MLP
 
 
@@ -120,10 +120,15 @@ def batches(subject: Subject) -> Iterator[list[int]]:
     yield from (list(numbers[first : first + rows]) for first in numbers[::rows])
 
 
-def rows_for_gradients(model: "PreTrainedModel", length: int, rows_per_batch: int) -> int:
-    """Return how many windows may go forward and backward at once: `rows_per_batch` at most."""
+def rows_for_gradients(
+    model: "PreTrainedModel", length: int, rows_per_batch: int, lowest_layer: int = 0
+) -> int:
+    """Return how many windows may go forward and backward at once: `rows_per_batch` at most.
+
+    Nothing is kept of the layers below the lowest that is gated.
+    """
     shape = head_shape(model)
-    kept = _WIDTHS * shape.num_layers * shape.num_heads * shape.d_head
+    kept = _WIDTHS * (shape.num_layers - lowest_layer) * shape.num_heads * shape.d_head
     kept += 2 * model.config.get_text_config().vocab_size
     return max(1, min(rows_per_batch, NUMBERS_AT_ONCE // (length * kept)))
 

@@ -46,8 +46,7 @@ class Model:
 
     def nats(self, unit: Unit) -> np.ndarray:
         windows = list(unit.windows)
-        if unit.layer is None:
-            return self.intact[None, windows]
+        assert unit.layer is not None, "the intact losses are known"
         rows = [self.heads.index(Head(unit.layer, head)) for head in unit.heads]
         return self.ablated[np.ix_(rows, windows)]
 
@@ -56,7 +55,7 @@ class Model:
         num_windows = len(self.intact)
         return list(
             measure_until_settled(
-                *(self.heads, self.intact + 1e-7, self.predicted),
+                *(self.heads, self.intact, self.predicted),
                 *(np.full(num_windows, 10), np.arange(num_windows), self.obtain),
                 windows_per_unit=windows_per_unit,
                 confidence=0.95,
@@ -66,14 +65,13 @@ class Model:
             )
         )
 
-    def windows_asked_for(self, head: Head | None) -> list[list[int]]:
-        """Of a head or the intact model, look by look, in their order."""
-        layer, numbers = (head.layer, {head.head}) if head else (None, set())
+    def windows_asked_for(self, head: Head) -> list[list[int]]:
+        """Of a head, look by look, in their order."""
         return [
             [
                 window
                 for unit in units
-                if unit.layer == layer and numbers <= set(unit.heads)
+                if unit.layer == head.layer and head.head in unit.heads
                 for window in unit.windows
             ]
             for units in self.asked
@@ -119,12 +117,11 @@ def test_a_settled_head_is_not_asked_for_again_and_an_open_one_gets_the_next_win
         num_looks = LOOKS.index(settled_at or NUM_WINDOWS) + 1
         wanted = chunks[:num_looks] + [[]] * (len(LOOKS) - num_looks)
         assert model.windows_asked_for(head) == wanted, head
-    assert model.windows_asked_for(None) == chunks
 
 
 def test_no_window_of_a_head_is_asked_for_twice_and_none_that_is_not_there(model):
     model.looks(windows_per_unit=3)
-    for head in [None, *HEADS]:
+    for head in HEADS:
         windows = [w for look in model.windows_asked_for(head) for w in look]
         assert len(set(windows)) == len(windows)
         assert set(windows) <= set(range(NUM_WINDOWS))
@@ -164,7 +161,7 @@ def test_a_head_that_is_given_up_is_not_asked_for_while_others_go_on(monkeypatch
     assert not any(look.out_of_reach[still_open] or look.settled[still_open] for look in looks)
     assert model.windows_asked_for(Head(2, 1)) == [order()[:16], [], [], []]
     assert model.windows_asked_for(Head(3, 3))[-1] == order()[64:]
-    assert looks[2].most_rows == 2 * 36  # of the head that is still open, and intact
+    assert looks[2].most_rows == 36  # of the head that is still open
 
 
 def test_once_all_heads_are_settled_nothing_more_is_measured():
@@ -180,7 +177,7 @@ def test_most_rows_are_those_that_follow_if_no_other_head_settles(model):
     looks = model.looks()
     for look, size in zip(looks[:-1], LOOKS, strict=False):
         num_open = (~look.settled).sum()
-        assert look.most_rows == (1 + num_open) * (NUM_WINDOWS - size)  # the intact model, too
+        assert look.most_rows == num_open * (NUM_WINDOWS - size)
 
 
 def test_a_look_holds_what_was_measured_and_nan_where_nothing_was(model):
@@ -189,9 +186,6 @@ def test_a_look_holds_what_was_measured_and_nan_where_nothing_was(model):
         np.testing.assert_array_equal(look.ablated_nats[measured], model.ablated[measured])
         some = np.zeros(NUM_WINDOWS, dtype=bool)
         some[order()[: look.num_windows]] = True
-        # Measured intact losses stand in for those of the prediction, which are 1e-7 above.
-        np.testing.assert_array_equal(look.intact_nats[some], model.intact[some])
-        np.testing.assert_array_equal(look.intact_nats[~some], model.intact[~some] + 1e-7)
         assert not (measured & ~some).any()
 
 
@@ -199,7 +193,7 @@ def test_a_settled_heads_effect_and_verdict_stay_as_they_were(model):
     known: dict[Head, tuple[float, str]] = {}
     for look in model.looks():
         effects, _ = regression_effects(
-            *(look.intact_nats, look.ablated_nats, model.predicted),
+            *(model.intact, look.ablated_nats, model.predicted),
             *(np.full(NUM_WINDOWS, 10), np.arange(NUM_WINDOWS)),
         )
         named = verdicts(effects, TOLERANCE, CRITICAL)
@@ -249,7 +243,7 @@ def test_with_all_windows_measured_the_score_is_that_of_leave_one_out(heads, kin
     subject = make_subject(tiny_model("gpt2").double(), kind, heads=heads)
     found, expected = leave_one_out_adaptively(subject), leave_one_out(subject)
     np.testing.assert_allclose(found.value, expected.value, rtol=1e-6, atol=1e-9)
-    assert found.forward_equivalents == 3 + 1 + len(heads)
+    assert found.forward_equivalents == 3 + len(heads)
 
 
 def test_the_score_of_heads_that_settle_early_costs_less_and_is_within_its_error():
@@ -258,7 +252,7 @@ def test_the_score_of_heads_that_settle_early_costs_less_and_is_within_its_error
     subject = make_subject(tiny_model("gpt2").double(), windows=windows)
     found = leave_one_out_adaptively(subject, tolerance_nats=10.0, critical_nats=20.0)
     expected = leave_one_out(subject)
-    assert found.forward_equivalents == pytest.approx(3 + 16 * (1 + 8) / 27)
+    assert found.forward_equivalents == pytest.approx(3 + 16 * 8 / 27)
     assert found.standard_error is not None
     away = abs(found.value - expected.value)
     assert (away > 1e-6).all() and (away < 4 * found.standard_error).all()

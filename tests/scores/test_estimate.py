@@ -110,6 +110,8 @@ def test_rows_for_gradients_are_what_the_memory_has_room_for(model, monkeypatch)
     for room, rows in [(12 * kept * 5, 5), (12 * kept * 5 - 1, 4), (12 * kept * 99, 16), (0, 1)]:
         monkeypatch.setattr(estimate, "NUMBERS_AT_ONCE", room)
         assert rows_for_gradients(model, 12, rows_per_batch=16) == rows
+    monkeypatch.setattr(estimate, "NUMBERS_AT_ONCE", 12 * (34 * 32 + 2 * 64) * 7)
+    assert rows_for_gradients(model, 12, rows_per_batch=16, lowest_layer=1) == 7
 
 
 def test_batches_are_cut_for_the_longest_window(model, monkeypatch):
