@@ -61,18 +61,17 @@ class Draw:
             seed=seed,
         )
         self.effects, self.fit = regression_effects(
-            *(last.intact_nats, last.ablated_nats, predicted, *sample), confidence=CONFIDENCE
+            *(self.intact, last.ablated_nats, predicted, *sample), confidence=CONFIDENCE
         )
         self.verdicts = np.array(verdicts(self.effects, TOLERANCE, CRITICAL))
 
     def look_up(self, units: Sequence[Unit]) -> dict[Unit, Nats]:
         return {
-            unit: self.intact[None, list(unit.windows)]
-            if unit.layer is None
-            else self.ablated[
+            unit: self.ablated[
                 np.ix_([HEADS.index(Head(unit.layer, head)) for head in unit.heads], unit.windows)
             ]
             for unit in units
+            if unit.layer is not None
         }
 
     def covers(self, truth: Nats) -> NDArray[np.bool_]:
