@@ -62,7 +62,12 @@ def has_room_to_pack(model: nn.Module) -> bool:
     That does not depend on what else runs, so that the same run computes the same way again.
     """
     num_bytes = sum(weight.nbytes for weight in model.parameters())
-    return 8 * num_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 8 * num_bytes <= physical_bytes()
+
+
+def physical_bytes() -> int:
+    """Return how much memory the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fast_linears(module: nn.Module) -> Forwards:

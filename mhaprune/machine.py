@@ -1,6 +1,5 @@
 """What the machine allows: how many rows fit into its memory, and how exact its products are."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from mhaprune.architectures import head_shape
+from mhaprune.kernels import physical_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +45,7 @@ def available_bytes(device: torch.device) -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return 1024 * int(line.split()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return physical_bytes() // 2
 
 
 @contextmanager

@@ -209,8 +209,7 @@ def _measure_adaptively(
     num_windows, per_unit = len(prepared.windows), evaluation.windows_per_unit
     look_sizes(num_windows)  # too few windows: refused before anything is measured
     units = plan(heads, measurer.all_windows, per_unit)
-    ablations = sum(unit.num_rows for unit in units if unit.layer is not None)
-    measurer.advance(0, ablations + prediction_rows(units))
+    measurer.advance(0, len(heads) * num_windows + prediction_rows(units))
     predictions = measurer.predictions(units)
     intact, predicted = assemble(predictions, heads, num_windows)
     looks = measure_until_settled(
