@@ -24,7 +24,7 @@ ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
 PLACE_MATTERS = ("shapley", "learned_gates", "adaptive", "random")
 COSTS = {  # for H heads; adaptive with so few windows measures all of them, after predicting
     "leave_one_out": lambda num_heads: 1 + num_heads,
-    "adaptive": lambda num_heads: 3 + 1 + num_heads,
+    "adaptive": lambda num_heads: 3 + num_heads,
     "gradient": lambda num_heads: 3,
     "fisher": lambda num_heads: 3,
     "attribution": lambda num_heads: 3,
