@@ -22,7 +22,7 @@ from mhaprune.control_variates import (
 from mhaprune.heads import Head
 from mhaprune.scores.attribution import predict
 from mhaprune.scores.estimate import Estimate, Subject, spread
-from mhaprune.scores.leave_one_out import Unit, as_arrays, assemble, measure, num_rows, plan
+from mhaprune.scores.leave_one_out import Unit, as_arrays, assemble, measure, plan
 
 # Measures units, or looks up what they gave: total nats of each variant on each window.
 Obtain = Callable[[Sequence[Unit]], Mapping[Unit, Float[np.ndarray, "variant window"]]]
@@ -34,7 +34,7 @@ class Look:
 
     `ablated_nats` is NaN where a head was not measured.
     `settled` heads have their verdict, `out_of_reach` ones will hardly get one on this text.
-    `most_rows` is how many more windows go through the model if all other heads stay open.
+    `most_rows` is how many more windows go through the model if all open heads stay open.
     """
 
     num_windows: int
@@ -68,7 +68,8 @@ def measure_until_settled(
     results: dict[Unit, Float[np.ndarray, "variant window"]] = {}
     open_heads, seen = list(heads), 0
     for size in look_sizes(len(order)):
-        results |= obtain(_ablations(open_heads, order[seen:size], windows_per_unit))
+        units = plan(open_heads, order[seen:size], windows_per_unit)
+        results |= obtain([unit for unit in units if unit.layer is not None])
         seen = size
         _, ablated = assemble(results, heads, len(order))
         effects, regression = regression_effects(
@@ -79,14 +80,10 @@ def measure_until_settled(
         chance = chance_of_verdict(effects, regression, len(order), *thresholds)
         hard = ~settled & (chance < LEAST_CHANCE)
         open_heads = [head for head, done in zip(heads, settled | hard, strict=True) if not done]
-        left = _ablations(open_heads, order[seen:], windows_per_unit)
-        yield Look(size, ablated, settled, hard, num_rows(left))
+        most_rows = len(open_heads) * (len(order) - seen)
+        yield Look(size, ablated, settled, hard, most_rows)
         if not open_heads:
             return
-
-
-def _ablations(heads: Sequence[Head], windows: Sequence[int], windows_per_unit: int) -> list[Unit]:
-    return [unit for unit in plan(heads, windows, windows_per_unit) if unit.layer is not None]
 
 
 def leave_one_out_adaptively(
