@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mhaprune.comparing import compare_runs, print_comparisons
-from mhaprune.console import quiet_third_parties, say
-from mhaprune.launch import plain_exits
-from mhaprune.manifest import is_finished
-from mhaprune.reporting import runs_below, write_index, write_report
-from mhaprune.reproducing import reproduce
-from mhaprune.syncing import sync_run
+from mhaprune.review.console import quiet_third_parties, say
+from mhaprune.review.report import runs_below, write_index, write_report
+from mhaprune.run.comparing import compare_runs, print_comparisons
+from mhaprune.run.launch import plain_exits
+from mhaprune.run.reproducing import reproduce
+from mhaprune.run.syncing import sync_run
+from mhaprune.tables.manifest import is_finished
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from mhaprune.architectures import head_shape
-from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
-from mhaprune.heads import Head, select_heads
-from mhaprune.measuring import measure_losses
-from mhaprune.ranking import rank
-from mhaprune.runs import Prepared, prepare
+from mhaprune.measure.measurer import measure_losses
+from mhaprune.model.architectures import head_shape
+from mhaprune.model.heads import Head, select_heads
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.prepare import Prepared, prepare
+from mhaprune.run.ranking import rank
 
 
 def make_config(overrides: Sequence[str]) -> RankHeadsConfig:

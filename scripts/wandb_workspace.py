@@ -19,9 +19,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mhaprune.config import CONF_DIR
-from mhaprune.results import write_json
-from mhaprune.statistics import VERDICTS
+from mhaprune.run.config import CONF_DIR
+from mhaprune.stats.effects import VERDICTS
+from mhaprune.tables.files import write_json
 
 NAME = "Attention heads"
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mhaprune.baselines import donor_z, mean_z
-from mhaprune.gating import gate_heads
-from mhaprune.heads import Head
+from mhaprune.measure.baselines import donor_z, mean_z
+from mhaprune.measure.leave_one_out import Donors
+from mhaprune.model.gating import gate_heads
+from mhaprune.model.heads import Head
 from mhaprune.scores.estimate import Estimate, Subject
-from mhaprune.scores.leave_one_out import Donors
-from mhaprune.windows import Window, make_windows
+from mhaprune.text.windows import Window, make_windows
 
 IDS = torch.randint(64, (60,), generator=torch.Generator().manual_seed(4))
 # 8 windows; the first scores 12 tokens, the last reads only 10 and scores 5, the others 7.

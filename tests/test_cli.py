@@ -14,9 +14,9 @@ from tiny import make_place
 
 from experiments import rank_heads
 from mhaprune import cli
-from mhaprune.config import CONF_DIR, RankHeadsConfig
-from mhaprune.launch import run_program
-from mhaprune.results import write_json
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig
+from mhaprune.run.launch import run_program
+from mhaprune.tables.files import write_json
 
 SWEEP = [
     *("model=local", "model.path=model", "model.device=cpu", "dataset=text"),

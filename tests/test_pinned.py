@@ -14,14 +14,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from programs import resume
 
-from mhaprune.comparing import compare_runs
-from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
-from mhaprune.heads import select_heads
-from mhaprune.measuring import measure_losses
-from mhaprune.reporting import write_report
-from mhaprune.reproducing import reproduce
-from mhaprune.runs import prepare
-from mhaprune.syncing import sync_run
+from mhaprune.measure.measurer import measure_losses
+from mhaprune.model.heads import select_heads
+from mhaprune.review.report import write_report
+from mhaprune.run.comparing import compare_runs
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.prepare import prepare
+from mhaprune.run.reproducing import reproduce
+from mhaprune.run.syncing import sync_run
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROGRAMS = {

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from mhaprune.config import (
+from mhaprune.run.config import (
     AblationConfig,
     DatasetConfig,
     EvaluationConfig,
@@ -16,9 +16,9 @@ from mhaprune.config import (
     RankHeadsConfig,
     TrackerConfig,
 )
-from mhaprune.runs import Prepared
-from mhaprune.stories import story_texts
-from mhaprune.text import Tokens
+from mhaprune.run.prepare import Prepared
+from mhaprune.text.stories import story_texts
+from mhaprune.text.tokens import Tokens
 
 END = "<|endoftext|>"
 TRAINING_TEXT = "the cat sat on the mat because it was tired and the mat was soft"

@@ -8,9 +8,9 @@ Needs no loss and no gradient: the baseline that any method should beat. See arX
 import numpy as np
 import torch
 
-from mhaprune.architectures import output_projections, output_weights
-from mhaprune.gating import captured_z
-from mhaprune.perplexity import window_batch
+from mhaprune.measure.perplexity import window_batch
+from mhaprune.model.architectures import output_projections, output_weights
+from mhaprune.model.gating import captured_z
 from mhaprune.scores.estimate import Estimate, Subject, batches, estimate_rates
 
 

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mhaprune.architectures import head_shape
-from mhaprune.baselines import Ablation
+from mhaprune.measure.baselines import Ablation
+from mhaprune.measure.leave_one_out import Unit
+from mhaprune.model.architectures import head_shape
 from mhaprune.scores.estimate import (
     Estimate,
     Subject,
@@ -23,8 +24,7 @@ from mhaprune.scores.estimate import (
     rows_for_gradients,
     slopes,
 )
-from mhaprune.scores.leave_one_out import Unit
-from mhaprune.windows import Window
+from mhaprune.text.windows import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

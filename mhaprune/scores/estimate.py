@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mhaprune.architectures import HeadShape, head_shape
-from mhaprune.baselines import Ablation, Donors, donor_inputs
-from mhaprune.gating import captured_z, gate_heads
-from mhaprune.heads import Head
-from mhaprune.kernels import fast_linears, swapped
-from mhaprune.perplexity import target_nats, window_batch
-from mhaprune.windows import Window
+from mhaprune.measure.baselines import Ablation, Donors, donor_inputs
+from mhaprune.measure.perplexity import target_nats, window_batch
+from mhaprune.model.architectures import HeadShape, head_shape
+from mhaprune.model.gating import captured_z, gate_heads
+from mhaprune.model.heads import Head
+from mhaprune.model.kernels import fast_linears, swapped
+from mhaprune.text.windows import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ in antithetic pairs: each random order and its reverse (Mitchell et al. 2022, ar
 import numpy as np
 from jaxtyping import Float, Int
 
-from mhaprune.gating import gate_heads, gates_of
-from mhaprune.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.model.gating import gate_heads, gates_of
 from mhaprune.scores.estimate import Estimate, Subject, baseline_of, estimate_rates, spread
 
 

@@ -13,11 +13,11 @@ import pytest
 from scipy import stats
 
 from experiments import compare_scores as program
-from mhaprune import scoring
-from mhaprune.agreement import rank_agreement
-from mhaprune.config import CompareScoresConfig
-from mhaprune.launch import run_program
+from mhaprune.run import scoring
+from mhaprune.run.config import CompareScoresConfig
+from mhaprune.run.launch import run_program
 from mhaprune.scores.catalogue import SCORES
+from mhaprune.stats.agreement import rank_agreement
 
 SMALL = [
     *("heads=[L0H*]", "evaluation.context_length=32"),

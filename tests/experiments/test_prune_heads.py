@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from experiments import prune_heads as program
-from mhaprune.config import PruneHeadsConfig, validate
-from mhaprune.launch import run_program
-from mhaprune.perplexity import row_nats, window_batch
-from mhaprune.runs import prepare
+from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.run.config import PruneHeadsConfig, validate
+from mhaprune.run.launch import run_program
+from mhaprune.run.prepare import prepare
 
 SMALL = [
     *("heads=[L0H*,L3H*]", "dataset.num_stories=60", "evaluation.context_length=64"),

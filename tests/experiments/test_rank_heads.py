@@ -24,11 +24,12 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 from experiments import rank_heads as program
-from mhaprune import measuring, ranking
-from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
-from mhaprune.heads import Head, select_heads
-from mhaprune.launch import run_program
-from mhaprune.stories import story_texts
+from mhaprune.measure import measurer as measuring
+from mhaprune.model.heads import Head, select_heads
+from mhaprune.run import ranking
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.launch import run_program
+from mhaprune.text.stories import story_texts
 
 CONTEXT, NUM_WINDOWS = 16, 6
 HEADS = select_heads(["L*H*"], 2, 4)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from mhaprune.baselines import donor_z, mean_z
-from mhaprune.gating import gate_heads
-from mhaprune.heads import Head
-from mhaprune.perplexity import row_nats, window_batch
+from mhaprune.measure.baselines import donor_z, mean_z
+from mhaprune.measure.leave_one_out import Ablation, Donors, Unit, leave_one_out, measure, plan
+from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.model.gating import gate_heads
+from mhaprune.model.heads import Head
 from mhaprune.scores import estimate
 from mhaprune.scores.attribution import attribution, predict
 from mhaprune.scores.estimate import Subject
-from mhaprune.scores.leave_one_out import Ablation, Donors, Unit, leave_one_out, measure, plan
-from mhaprune.windows import Window, make_windows
+from mhaprune.text.windows import Window, make_windows
 from tests.micro import double_model, micro_gpt2, output_rows, tiny_model
 
 IDS = torch.randint(64, (40,), generator=torch.Generator().manual_seed(4))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mhaprune.heads import Head
+from mhaprune.model.heads import Head
 from mhaprune.scores.catalogue import SCORES
 from mhaprune.scores.estimate import Estimate, Subject
 from tests.micro import tiny_model

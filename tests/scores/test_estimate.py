@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.heads import Head
+from mhaprune.model.heads import Head
 from mhaprune.scores import estimate
 from mhaprune.scores.estimate import (
     Estimate,
@@ -18,7 +18,7 @@ from mhaprune.scores.estimate import (
     slopes,
     spread,
 )
-from mhaprune.windows import Window
+from mhaprune.text.windows import Window
 from tests.micro import double_model, tiny_model
 from tests.subjects import (
     IDS,

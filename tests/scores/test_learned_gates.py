@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.gating import gate_heads
-from mhaprune.heads import Head
+from mhaprune.model.gating import gate_heads
+from mhaprune.model.heads import Head
 from mhaprune.scores.estimate import Subject
 from mhaprune.scores.learned_gates import (
     GateSweep,
@@ -17,7 +17,7 @@ from mhaprune.scores.learned_gates import (
     open_probability,
     train_gates,
 )
-from mhaprune.windows import Window
+from mhaprune.text.windows import Window
 from tests.micro import micro_gpt2, output_rows, tiny_model
 from tests.subjects import gates, make_subject
 

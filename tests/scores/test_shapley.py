@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.heads import Head
+from mhaprune.model.heads import Head
 from mhaprune.scores.estimate import Subject
 from mhaprune.scores.shapley import shapley
 from tests.micro import double_model, output_rows, tiny_model

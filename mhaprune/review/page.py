@@ -1,0 +1,299 @@
+"""Results -> one HTML page that opens from disk: no network, no library, no second file.
+
+The page is static text (title, facts, protocol, settings) and, for what is drawn, the numbers as
+JSON beside plain JavaScript (`assets/`). Nothing that a run brings along is ever parsed as
+HTML: static text is escaped here, the scripts put text in as text, and a content security policy
+forbids the page to load or send anything.
+"""
+
+import base64
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from string import Template
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from jaxtyping import Float
+
+Rows = Sequence[Any]  # mappings or dataclasses that have, at least, the columns of their table
+
+COLUMNS = {
+    "effects": "layer head effect_nats ci_low ci_high delta_ppl verdict rank num_windows".split(),
+    "roles": "layer head role score".split(),
+    "scores": "score layer head value standard_error".split(),
+    "agreement": (
+        "score spearman ci_low ci_high kendall kendall_low kendall_high top_k_overlap "
+        "sign_agreement reliability forward_equivalents seconds"
+    ).split(),
+    "curves": "ordering direction num_removed perplexity ci_low ci_high".split(),
+    "interactions": (
+        "heads joint_nats sum_nats interaction_nats ci_low ci_high redundant_alone needed_together"
+    ).split(),
+    "savings": (
+        "num_removed num_parameters kv_bytes_per_token prefill_tokens_per_second "
+        "decode_tokens_per_second"
+    ).split(),
+}
+SCRIPTS = "dom data numbers colours tooltip selection table heatmap".split()
+PAGE_SCRIPTS = (
+    "ranking effects heads scores agreement curve_plot curves attention_maps sentence attention"
+).split()
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """A sentence and where every head looks: row `query` of a pattern sums to 1 over its keys."""
+
+    tokens: Sequence[str]
+    patterns: Float[np.ndarray, "layer head query key"]  # in [0, 1], zero where key > query
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """What one run found. A section appears on the page if the run has its rows.
+
+    `effects`, `scores`, `agreement`, `curves`, `interactions` and `savings` take the rows of the
+    CSV files of these names as they are (`COLUMNS` are the ones used); `roles` takes rows of layer,
+    head, role and score, role None for a head that has none; `removable` takes what
+    `curves.removable_rows` returns: order, counts at +1%, +5%, +10%, area. Nats are per token.
+    """
+
+    title: str
+    num_layers: int
+    num_heads: int
+    subtitle: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    confidence: float = 0.95
+    tolerance_nats: float = 0.01
+    critical_nats: float = 0.05
+    effects: Rows = ()
+    roles: Rows = ()
+    scores: Rows = ()
+    agreement: Rows = ()
+    curves: Rows = ()
+    ppl_intact: float | None = None
+    removable: Sequence[tuple[str, Sequence[str], str]] = ()
+    interactions: Rows = ()
+    savings: Rows = ()
+    viewer: Viewer | None = None
+    protocol: str = ""
+    config_yaml: str = ""
+    command: str = ""
+    details: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """One run of a sweep: `href` is the path of its page from the index's directory.
+
+    `settings` is what was chosen (ablation, model), `numbers` what came out (perplexity, critical).
+    """
+
+    name: str
+    href: str
+    num_layers: int
+    num_heads: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float | int] = field(default_factory=dict)
+    effects: Rows = ()
+    tolerance_nats: float = 0.01
+
+
+def render_page(data: RunPage) -> str:
+    """Return the page of one run as HTML.
+
+    Raises ValueError for NaN and infinity, rows that lack a column, heads that the model does not
+    have, curves without `ppl_intact` and a viewer whose patterns do not fit (`pack_patterns`).
+    """
+    tables = {name: _table(name, getattr(data, name)) for name in COLUMNS}
+    for name in ("effects", "roles", "scores"):
+        _check_heads(name, tables[name], data.num_layers, data.num_heads)
+    if data.curves and not (data.ppl_intact and data.ppl_intact > 0):
+        raise ValueError(f"curves need the intact model's perplexity, got {data.ppl_intact}")
+    numbers = "num_layers num_heads confidence tolerance_nats critical_nats ppl_intact removable"
+    drawn = {name: getattr(data, name) for name in numbers.split()} | tables
+    if data.viewer is not None:
+        drawn["viewer"] = _viewer(data.viewer, data.num_layers, data.num_heads)
+    sections = {
+        "effects": ("Effects", data.effects),
+        "heads": ("Heads", data.effects),
+        "scores": ("Scores", data.scores),
+        "agreement": ("Score agreement", data.agreement),
+        "pruning": ("Pruning curves", data.curves),
+        "interactions": ("Interactions", data.interactions),
+        "savings": ("Savings", data.savings),
+        "attention": ("Attention", data.viewer is not None),
+        "about": ("About this run", True),
+    }
+    present = {name: title for name, (title, rows) in sections.items() if rows}
+    body = [
+        _section(name, title, _about(data) if name == "about" else "")
+        for name, title in present.items()
+    ]
+    links = [f'<a href="#{name}">{title}</a>' for name, title in present.items()]
+    nav = f'<nav aria-label="Sections">{"".join(links)}</nav>'
+    header = _header(data.title, data.subtitle, data.facts)
+    return _document(data.title, header + nav, body, drawn, [*SCRIPTS, *PAGE_SCRIPTS, "page"])
+
+
+def render_index(runs: Sequence[IndexEntry], title: str) -> str:
+    """Return the index of a sweep as HTML: its runs side by side, each linked to its own page.
+
+    Settings that all runs share stand below, the others are columns. Raises ValueError for no runs,
+    a path that is not relative, NaN and infinity.
+    """
+    if not runs:
+        raise ValueError("an index needs at least one run, got none")
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+    differ = [key for key in keys if len({run.settings.get(key) for run in runs}) > 1]
+    same = [(key, runs[0].settings[key]) for key in keys if key not in differ]
+    drawn = {
+        "setting_names": differ,
+        "number_names": list(dict.fromkeys(key for run in runs for key in run.numbers)),
+        "runs": [_index_run(run) for run in runs],
+    }
+    body = [_section("runs", "Runs", "")]
+    if any(run.effects for run in runs):
+        body.append(_section("maps", "Effects side by side", ""))
+    if same:
+        body.append(_section("same", "Settings that all runs share", _pairs(same, "details")))
+    header = _header(title, f"{len(runs)} runs", ())
+    return _document(title, header, body, drawn, [*SCRIPTS, "index"])
+
+
+def pack_patterns(patterns: Float[np.ndarray, "layer head query key"]) -> str:
+    """Return the patterns as base64 of one byte per weight, round(255 * weight).
+
+    Only keys up to the query are kept, row after row, so T tokens take T (T + 1) / 2 bytes a head.
+    Raises ValueError for weights outside [0, 1] or above the diagonal.
+    """
+    if not ((patterns >= 0) & (patterns <= 1)).all():  # NaN is neither
+        raise ValueError("expected attention weights from 0 to 1, got others")
+    if np.triu(patterns, k=1).any():
+        raise ValueError("expected causal attention, got weights of keys after their query")
+    rows, columns = np.tril_indices(patterns.shape[-1])
+    weights = np.rint(255 * patterns[..., rows, columns]).astype(np.uint8)
+    return base64.b64encode(weights.tobytes()).decode()
+
+
+def _viewer(viewer: Viewer, num_layers: int, num_heads: int) -> dict[str, Any]:
+    size = len(viewer.tokens)
+    expected = (num_layers, num_heads, size, size)
+    if not size or viewer.patterns.shape != expected:
+        raise ValueError(
+            f"expected patterns of layer, head, query, key {expected} for {size} tokens, "
+            f"got {viewer.patterns.shape}"
+        )
+    packed = pack_patterns(viewer.patterns)
+    return {"tokens": list(viewer.tokens), "note": viewer.note, "weights": packed}
+
+
+def _index_run(run: IndexEntry) -> dict[str, Any]:
+    if run.href.startswith("/"):
+        raise ValueError(f"expected a path relative to the index's directory, got {run.href!r}")
+    table = _table("effects", run.effects)
+    _check_heads(f"effects of {run.name}", table, run.num_layers, run.num_heads)
+    plain = "name num_layers num_heads settings numbers tolerance_nats".split()
+    drawn = {name: getattr(run, name) for name in plain}
+    return drawn | {"href": quote(run.href), "effects": table}
+
+
+def _table(name: str, rows: Rows) -> dict[str, Any]:
+    """Return columns and rows of a table; lists, as names in every row would double the page."""
+    columns = COLUMNS[name]
+    cells = []
+    for row in rows:
+        values = row if isinstance(row, Mapping) else vars(row)
+        missing = [column for column in columns if column not in values]
+        if missing:
+            raise ValueError(f"{name}: expected the columns {missing} too, got {list(values)}")
+        cells.append([values[column] for column in columns])
+    return {"columns": columns, "rows": cells}
+
+
+def _check_heads(name: str, table: dict[str, Any], num_layers: int, num_heads: int) -> None:
+    at = [table["columns"].index(column) for column in ("layer", "head")]
+    for row in table["rows"]:
+        layer, head = (row[n] for n in at)
+        if not (0 <= layer < num_layers and 0 <= head < num_heads):
+            raise ValueError(
+                f"{name}: expected a head of {num_layers} layers x {num_heads} heads, "
+                f"got L{layer}H{head}"
+            )
+
+
+def _document(
+    title: str, top: str, sections: Sequence[str], drawn: dict[str, Any], scripts: Sequence[str]
+) -> str:
+    return Template(_asset("page.html")).substitute(
+        title=_escape(title),
+        style=_asset("page.css"),
+        top=top,
+        sections="\n".join(sections),
+        data=_json(drawn),
+        script="\n".join(_asset(f"{name}.js") for name in scripts),
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("mhaprune.review").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _json(value: object) -> str:
+    """Return JSON that no HTML parser can take for markup: pure ASCII, without `<`, `>` and `&`."""
+    text = json.dumps(_finite(value, "page"), ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any, where: str) -> Any:
+    """Return plain values. Raises ValueError, saying where, on NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each, f"{where}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each, f"{where}[{n}]") for n, each in enumerate(value)]
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, float) and not math.isfinite(plain):
+        raise ValueError(f"{where}: expected a finite number, got {plain}")
+    return plain
+
+
+def _escape(text: str) -> str:
+    """Return text for HTML; half of a surrogate pair, which no file can hold, becomes U+FFFD."""
+    return html.escape(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+def _section(name: str, title: str, content: str) -> str:
+    heading = f'<h2 id="{name}-title">{title}</h2>'
+    return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{content}</section>'
+
+
+def _header(title: str, subtitle: str, facts: Sequence[tuple[str, str]]) -> str:
+    below = f"<p>{_escape(subtitle)}</p>" if subtitle else ""
+    return f"<header><h1>{_escape(title)}</h1>{below}{_pairs(facts, 'facts')}</header>"
+
+
+def _pairs(pairs: Sequence[tuple[str, str]], kind: str) -> str:
+    items = [f"<div><dt>{_escape(a)}</dt><dd>{_escape(b)}</dd></div>" for a, b in pairs]
+    return f'<dl class="{kind}">{"".join(items)}</dl>' if items else ""
+
+
+def _about(data: RunPage) -> str:
+    """Return what the numbers depend on and how to get them again; text, for want of numbers."""
+    parts = []
+    if data.protocol:
+        parts.append(f"<h3>Protocol</h3><p>{_escape(data.protocol)}</p>")
+    if data.command:
+        code = f'<pre id="command" tabindex="0"><code>{_escape(data.command)}</code></pre>'
+        button = '<button type="button" id="copy">Copy</button>'
+        parts.append(f'<h3>Run it again</h3><div class="command">{code}{button}</div>')
+    parts.append(_pairs(data.details, "details"))
+    if data.config_yaml:
+        code = f'<pre tabindex="0"><code>{_escape(data.config_yaml)}</code></pre>'
+        parts.append(f"<details><summary>The whole configuration</summary>{code}</details>")
+    return "".join(parts)
