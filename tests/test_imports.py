@@ -36,7 +36,7 @@ def has(imported: set[str], package: str) -> bool:
 
 def room_of(module: str) -> str:
     """The room of `mhaprune.model.gating`, or "" for `mhaprune` itself, which is the way in."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def imports(module: str, is_package: bool, source: str) -> set[str]:

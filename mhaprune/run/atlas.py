@@ -1,4 +1,4 @@
-"""The program head_atlas: what does each head look at? Its attention on a sentence, and its role on average."""
+"""The program head_atlas: what each head looks at, on a sentence and on average."""
 
 from pathlib import Path
 

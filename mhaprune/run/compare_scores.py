@@ -1,4 +1,4 @@
-"""The program compare_scores: which score should one use? Judge every estimate of a head's importance by the measured effect."""
+"""The program compare_scores: every estimate of importance, judged by the measured effect."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The program prune_heads: how many heads can go? Prune in several orders and draw perplexity against heads removed."""
+"""The program prune_heads: perplexity against heads removed, in several orders."""
 
 from pathlib import Path
 

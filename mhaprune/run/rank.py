@@ -1,4 +1,4 @@
-"""The program rank_heads: which heads does the model need? Mask each in turn and rank them by the loss that follows."""
+"""The program rank_heads: mask each head in turn and rank them by the loss that follows."""
 
 from pathlib import Path
 
