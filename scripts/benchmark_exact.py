@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mhaprune.measure.perplexity import window_batch
 from mhaprune.measure.replay import replay
 from mhaprune.model.architectures import output_projections
 from mhaprune.model.kernels import Product
+from mhaprune.text.sample import window_batch
 from mhaprune.text.windows import make_windows
 
 NUM_LAYERS, NUM_HEADS, D_MODEL, VOCAB, CONTEXT = 12, 12, 768, 50_257, 1024

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 from mhaprune.measure.baselines import donor_z, mean_z
 from mhaprune.measure.leave_one_out import Donors
+from mhaprune.measure.subject import Subject
 from mhaprune.model.gating import gate_heads
 from mhaprune.model.heads import Head
-from mhaprune.scores.estimate import Estimate, Subject
+from mhaprune.scores.estimate import Estimate
 from mhaprune.text.windows import Window, make_windows
 
 IDS = torch.randint(64, (60,), generator=torch.Generator().manual_seed(4))

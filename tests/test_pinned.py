@@ -14,11 +14,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from programs import resume
 
-from mhaprune.measure.measurer import measure_losses
 from mhaprune.model.heads import select_heads
 from mhaprune.review.report import write_report
 from mhaprune.run.comparing import compare_runs
 from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.measuring import measure_losses
 from mhaprune.run.prepare import prepare
 from mhaprune.run.reproducing import reproduce
 from mhaprune.run.syncing import sync_run

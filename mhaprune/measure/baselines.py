@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mhaprune.measure.perplexity import window_batch
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.gating import captured_z
+from mhaprune.text.sample import Sample, window_batch
 from mhaprune.text.windows import Window
 
 if TYPE_CHECKING:
@@ -33,46 +33,39 @@ Ablation = Float[Tensor, "layer head d_head"] | Donors | None
 
 
 def mean_z(
-    model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    rows_per_batch: int,
+    model: "PreTrainedModel", sample: Sample, rows_per_batch: int
 ) -> Float[Tensor, "layer head d_head"]:
     """Return each head's z averaged over every input position of the windows, summed in float64."""
-    return _average(model, ids, windows, rows_per_batch, lambda z: z)
+    return _average(model, sample, rows_per_batch, lambda z: z)
 
 
 def rms_z(
-    model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    rows_per_batch: int,
+    model: "PreTrainedModel", sample: Sample, rows_per_batch: int
 ) -> Float[Tensor, "layer head"]:
     """Return the root mean square of each head's z over positions and dimensions."""
-    return _average(model, ids, windows, rows_per_batch, torch.square).mean(-1).sqrt()
+    return _average(model, sample, rows_per_batch, torch.square).mean(-1).sqrt()
 
 
 @torch.no_grad()
 def _average(
     model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
+    sample: Sample,
     rows_per_batch: int,
     function: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "layer head d_head"]:
     shape = head_shape(model)
     sums = torch.zeros(shape.num_layers, shape.num_heads, shape.d_head, dtype=torch.float64)
-    for first in range(0, len(windows), rows_per_batch):
-        chunk = windows[first : first + rows_per_batch]
-        inputs, _ = window_batch(ids, chunk)
-        lengths = torch.tensor([window.num_inputs for window in chunk])
-        is_input = torch.arange(inputs.shape[1]) < lengths[:, None]
+    lengths = torch.tensor([window.num_inputs for window in sample.windows])
+    numbers = range(len(sample.windows))
+    for first in numbers[::rows_per_batch]:
+        some = numbers[first : first + rows_per_batch]
+        inputs, _ = sample.batch(some)
+        is_input = torch.arange(inputs.shape[1]) < lengths[list(some), None]
         with captured_z(model) as captured:
             model.base_model(inputs.to(model.device), use_cache=False)
         for layer, z in enumerate(captured):
             sums[layer] += function(z.cpu()[is_input]).sum(0, dtype=torch.float64)
-    total = sum(window.num_inputs for window in windows)
-    return (sums / total).float()
+    return (sums / int(lengths.sum())).float()
 
 
 @torch.no_grad()

@@ -4,22 +4,20 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mhaprune.measure.baselines import Ablation
+from mhaprune.measure.gradients import baseline_of
 from mhaprune.measure.leave_one_out import blocks_of
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.measure.replay import replay_sets
-from mhaprune.model.architectures import head_shape
+from mhaprune.measure.subject import Subject
 from mhaprune.model.gating import gate_heads, gates_of, repeat_windows
 from mhaprune.model.heads import Head
-from mhaprune.scores.estimate import baseline_of
-from mhaprune.text.windows import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,29 +51,23 @@ def plan_sets(sets: Iterable[HeadSet], num_windows: int, windows_per_unit: int) 
 
 
 def measure_sets(
-    model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    units: Iterable[SetUnit],
-    ablation: Ablation,
-    rows_per_batch: int,
-    engine: Literal["replay", "gating"] = "gating",
+    subject: Subject, units: Iterable[SetUnit]
 ) -> Iterator[tuple[SetUnit, Float[Tensor, "one window"]]]:
     """Yield each unit with its loss: total nats on each window, float64; the empty set is intact.
 
-    The arguments are those of `leave_one_out.measure`.
+    Rows at once, engine and ablation are the subject's, as in `leave_one_out.measure`.
     """
-    shape = head_shape(model)
-    measure_block = {"replay": replay_sets, "gating": _gate_sets}[engine]
+    measure_block = {"replay": replay_sets, "gating": _gate_sets}[subject.engine]
+    rows = subject.rows_per_batch
     for numbers, group in groupby(units, key=lambda unit: unit.windows):
         block = list(group)
-        inputs, targets = window_batch(ids, [windows[number] for number in numbers])
-        baseline = baseline_of(model, ablation, numbers, inputs.shape[1])
-        gates = gates_of([unit.heads for unit in block], shape)
-        at_once = max(1, 4 * rows_per_batch // len(numbers))  # results come as they are made
+        inputs, targets = subject.sample.batch(numbers)
+        baseline = baseline_of(subject, numbers, inputs.shape[1])
+        gates = gates_of([unit.heads for unit in block], subject.shape)
+        at_once = max(1, 4 * rows // len(numbers))  # results come as they are made
         for first in range(0, len(block), at_once):
             some = slice(first, first + at_once)
-            nats = measure_block(model, inputs, targets, gates[some], baseline, rows_per_batch)
+            nats = measure_block(subject.model, inputs, targets, gates[some], baseline, rows)
             for unit, row in zip(block[some], nats, strict=True):
                 yield unit, row[None]
 

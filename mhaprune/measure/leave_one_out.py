@@ -10,24 +10,19 @@ nothing but the unit, so that runs can stop, resume and be shared out.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mhaprune.measure.baselines import Ablation, Donors, donor_inputs, donor_z
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.baselines import Donors, donor_inputs, donor_z
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.measure.replay import LayerBaseline, Roll, replay
-from mhaprune.model.architectures import head_shape
+from mhaprune.measure.subject import Subject
 from mhaprune.model.gating import gate_heads, gates_of, repeat_windows
 from mhaprune.model.heads import Head
-from mhaprune.scores.estimate import Estimate, Subject, estimate_rates, spread
-from mhaprune.text.windows import Window
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -65,19 +60,6 @@ def blocks_of(windows: Sequence[int], windows_per_unit: int) -> list[tuple[int, 
     """Cut window numbers into the blocks that are measured together."""
     firsts = range(0, len(windows), windows_per_unit)
     return [tuple(windows[first : first + windows_per_unit]) for first in firsts]
-
-
-def leave_one_out(subject: Subject, *, windows_per_unit: int = 4) -> Estimate:
-    """Return each head's measured effect in nats per token."""
-    units = plan(subject.heads, range(len(subject.windows)), windows_per_unit)
-    found = measure(
-        *(subject.model, subject.ids, subject.windows, units, subject.ablation),
-        *(subject.rows_per_batch, subject.engine),
-    )
-    intact, ablated = assemble(as_arrays(found), subject.heads, len(subject.windows))
-    return estimate_rates(
-        subject, spread(subject, ablated - intact), forward_equivalents=1 + len(subject.heads)
-    )
 
 
 def as_arrays(
@@ -118,105 +100,91 @@ def num_rows(units: Iterable[HasRows]) -> int:
     return sum(unit.num_rows for unit in units)
 
 
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block of windows as it goes through the model, and what replaces an ablated head's z.
+
+    `constants` are one for each head, `donors` the inputs of donor windows; without either, zero.
+    """
+
+    inputs: Int[Tensor, "window pos"]
+    targets: Int[Tensor, "window pos"]
+    constants: Float[Tensor, "layer head d_head"] | None
+    donors: Int[Tensor, "window pos"] | None
+
+
 def measure(
-    model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    units: Iterable[Unit],
-    ablation: Ablation,
-    rows_per_batch: int,
-    engine: Literal["replay", "gating"] = "gating",
+    subject: Subject, units: Iterable[Unit]
 ) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
     """Yield each unit with its losses: total nats of each head's ablation on each window, float64.
 
-    The intact unit has one variant. `ablation` is None for zero, a constant for each head, or the
-    donors of a resample ablation. At most `rows_per_batch` windows go through the model at once
-    (but always a whole block for one head). Both engines give the same numbers up to rounding;
-    `replay` is the fast one, for the architectures that it knows (`architectures.can_replay`).
+    The intact unit has one variant. Which heads are ablated is the units' say, not the subject's.
+    At most `subject.rows_per_batch` windows go through the model at once, but always a whole block
+    for one head.
     """
-    measure_block = {"replay": _replay_block, "gating": _gate_block}[engine]
-    for numbers, block in groupby(units, key=lambda unit: unit.windows):
-        inputs, targets = window_batch(ids, [windows[number] for number in numbers])
-        donors = None
-        if isinstance(ablation, Donors):
-            donors = donor_inputs(ablation, numbers, inputs.shape[1])
-        constants = None if isinstance(ablation, Donors) else ablation
-        yield from measure_block(
-            model, inputs, targets, tuple(block), constants, donors, rows_per_batch
-        )
+    measure_block = {"replay": _replay_block, "gating": _gate_block}[subject.engine]
+    for numbers, group in groupby(units, key=lambda unit: unit.windows):
+        inputs, targets = subject.sample.batch(numbers)
+        constants = donors = None
+        if isinstance(subject.ablation, Donors):
+            donors = donor_inputs(subject.ablation, numbers, inputs.shape[1])
+        else:
+            constants = subject.ablation
+        yield from measure_block(subject, Block(inputs, targets, constants, donors), tuple(group))
 
 
 def _replay_block(
-    model: "PreTrainedModel",
-    inputs: Int[Tensor, "window pos"],
-    targets: Int[Tensor, "window pos"],
-    units: Sequence[Unit],
-    constants: Float[Tensor, "layer head d_head"] | None,
-    donors: Int[Tensor, "window pos"] | None,
-    rows_per_batch: int,
+    subject: Subject, block: Block, units: Sequence[Unit]
 ) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
     """Measure units of the same windows, at most one of a layer."""
     unit_of = {unit.layer: unit for unit in units}
     assert len(unit_of) == len(units)
     heads = {unit.layer: unit.heads for unit in units}
-    baseline = _replay_baseline(model, constants, donors)
-    for layer, nats in replay(model, inputs, targets, heads, baseline, rows_per_batch):
+    baseline, rows = _replay_baseline(subject, block), subject.rows_per_batch
+    for layer, nats in replay(subject.model, block.inputs, block.targets, heads, baseline, rows):
         yield unit_of[layer], nats
 
 
-def _replay_baseline(
-    model: "PreTrainedModel",
-    constants: Float[Tensor, "layer head d_head"] | None,
-    donors: Int[Tensor, "window pos"] | None,
-) -> LayerBaseline | None:
+def _replay_baseline(subject: Subject, block: Block) -> LayerBaseline | None:
     """Return what replaces a layer's z; donors roll through the model beside the windows."""
-    if donors is not None:
-        roll = Roll(model, donors.to(model.device))
+    constants = block.constants
+    if block.donors is not None:
+        roll = Roll(subject.model, block.donors.to(subject.model.device))
         return lambda layer: roll.advance_through(layer)[0]
     return None if constants is None else lambda layer: constants[layer]
 
 
 def _gate_block(
-    model: "PreTrainedModel",
-    inputs: Int[Tensor, "window pos"],
-    targets: Int[Tensor, "window pos"],
-    units: Sequence[Unit],
-    constants: Float[Tensor, "layer head d_head"] | None,
-    donors: Int[Tensor, "window pos"] | None,
-    rows_per_batch: int,
+    subject: Subject, block: Block, units: Sequence[Unit]
 ) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
     """Measure units of the same windows by whole forward passes with gated heads."""
-    heads_per_batch = max(1, rows_per_batch // len(inputs))
+    heads_per_batch = max(1, subject.rows_per_batch // len(block.inputs))
     for unit in units:
         if unit.layer is None:
-            yield unit, row_nats(model, inputs, targets)[None]
+            yield unit, row_nats(subject.model, block.inputs, block.targets)[None]
             continue
-        baseline = None if constants is None else constants[unit.layer]
-        if donors is not None:
-            baseline = donor_z(model, donors, unit.layer)
+        baseline = None if block.constants is None else block.constants[unit.layer]
+        if block.donors is not None:
+            baseline = donor_z(subject.model, block.donors, unit.layer)
         parts = [
-            _measure_heads(model, inputs, targets, unit.layer, heads, baseline)
+            _measure_heads(subject, block, [Head(unit.layer, n) for n in heads.tolist()], baseline)
             for heads in torch.tensor(unit.heads).split(heads_per_batch)
         ]
         yield unit, torch.cat(parts)
 
 
 def _measure_heads(
-    model: "PreTrainedModel",
-    inputs: Int[Tensor, "window pos"],
-    targets: Int[Tensor, "window pos"],
-    layer: int,
-    heads: Int[Tensor, "head"],
-    baseline: Float[Tensor, "..."] | None,
+    subject: Subject, block: Block, heads: Sequence[Head], baseline: Float[Tensor, "..."] | None
 ) -> Float[Tensor, "head window"]:
     """Ablate several heads of a layer in one forward pass: rows are (head, window) pairs."""
-    shape = head_shape(model)
-    gate = gates_of([(Head(layer, head),) for head in heads.tolist()], shape)
-    gate = gate.repeat_interleave(len(inputs), 0).to(model.device)
+    model, shape, num_windows = subject.model, subject.shape, len(block.inputs)
+    gate = gates_of([(head,) for head in heads], shape)
+    gate = gate.repeat_interleave(num_windows, 0).to(model.device)
     replacement = None
     if baseline is not None:
-        baseline = repeat_windows(baseline, len(heads))
-        replacement = [torch.zeros(()) if n != layer else baseline for n in range(shape.num_layers)]
-    rows, row_targets = inputs.repeat(len(heads), 1), targets.repeat(len(heads), 1)
+        own = repeat_windows(baseline, len(heads))
+        layers = range(shape.num_layers)
+        replacement = [own if n == heads[0].layer else torch.zeros(()) for n in layers]
+    inputs, targets = block.inputs.repeat(len(heads), 1), block.targets.repeat(len(heads), 1)
     with gate_heads(model, gate, replacement):
-        return row_nats(model, rows, row_targets).view(len(heads), len(inputs))
+        return row_nats(model, inputs, targets).view(len(heads), num_windows)

@@ -1,21 +1,19 @@
 """Loss of a text in nats, and what derives from it. Keep sums and counts; divide once."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhaprune.text.windows import Window
+from mhaprune.text.sample import IGNORED, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-IGNORED = -100  # the target of a position that is not scored
 
 
 @dataclass(frozen=True)
@@ -57,50 +55,9 @@ class TokenLoss:
         return self.total_nats / (math.log(2) * self.num_bytes)
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """How a perplexity was measured; without it the number means little.
-
-    `num_scored` of the text's `num_tokens` tokens count, in `num_windows` windows.
-    """
-
-    text: str
-    joiner: str
-    bos: bool
-    context_length: int
-    stride: int
-    first_token: str
-    num_windows: int
-    num_scored: int
-    num_tokens: int
-    tokens_hash: str
-
-    def __str__(self) -> str:
-        joined = f"joined by {self.joiner!r}" if self.joiner else "in one piece"
-        return (
-            f"{self.text}, {joined}, {'with' if self.bos else 'no'} BOS; "
-            f"{self.num_windows} windows of {self.context_length} tokens, stride {self.stride}, "
-            f"first token {self.first_token}; {self.num_scored:,} of {self.num_tokens:,} tokens "
-            f"scored; tokens {self.tokens_hash[:12]}"
-        )
-
-
-def window_batch(
-    ids: Int[Tensor, "token"], windows: Sequence[Window]
-) -> tuple[Int[Tensor, "window pos"], Int[Tensor, "window pos"]]:
-    """Return the windows' inputs, padded on the right, and their targets.
-
-    A target is IGNORED where a position is padding or its token is scored by another window. In a
-    causal model padding on the right changes nothing before it.
-    """
-    length = max(window.num_inputs for window in windows)
-    inputs = ids.new_zeros(len(windows), length)
-    targets = ids.new_full((len(windows), length), IGNORED)
-    for row, window in enumerate(windows):
-        inputs[row, : window.num_inputs] = ids[window.start : window.stop - 1]
-        first = window.first_scored - window.start - 1
-        targets[row, first : window.num_inputs] = ids[window.first_scored : window.stop]
-    return inputs, targets
+def sample_loss(sample: Sample, total_nats: Float[np.ndarray, "window"]) -> TokenLoss:
+    """Return the loss over all windows of a sample."""
+    return TokenLoss(float(total_nats.sum()), int(sample.num_tokens.sum()), sample.num_bytes)
 
 
 def target_nats(

@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mhaprune.measure.perplexity import IGNORED
 from mhaprune.model.architectures import Block, final_norm, head_shape, replayable_blocks
 from mhaprune.model.gating import Baseline, gate_z, hooked_projections, repeat_windows
 from mhaprune.model.kernels import Forwards, Product, fast_blocks, has_room_to_pack, swapped
+from mhaprune.text.sample import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -62,6 +62,15 @@ class Curve:
         return float(np.trapezoid(added, self.num_removed) / max(1, self.num_removed[-1]))
 
 
+@dataclass(frozen=True)
+class Order:
+    """Heads in the order in which they go."""
+
+    ordering: str
+    direction: Direction
+    heads: HeadSet
+
+
 def removal_order(
     values: Float[np.ndarray, "head"],
     heads: Sequence[Head],
@@ -121,9 +130,7 @@ def point_counts(num_heads: int, step: int | None) -> list[int]:
 
 
 def make_curve(
-    ordering: str,
-    direction: Direction,
-    order: HeadSet,
+    order: Order,
     num_removed: Sequence[int],
     intact_nats: Float[np.ndarray, "window"],
     ablated_nats: Float[np.ndarray, "point window"],
@@ -136,15 +143,18 @@ def make_curve(
 ) -> Curve:
     """Turn total nats per window into a curve; the intervals are those of `paired_effects`."""
     effects = paired_effects(
-        *(intact_nats, ablated_nats, num_tokens, blocks),
+        intact_nats,
+        ablated_nats,
+        num_tokens,
+        blocks,
         confidence=confidence,
         num_resamples=num_resamples,
         seed=seed,
     )
     return Curve(
-        ordering=ordering,
-        direction=direction,
-        order=order,
+        ordering=order.ordering,
+        direction=order.direction,
+        order=order.heads,
         num_removed=np.array(num_removed),
         nats_per_token=ablated_nats.sum(1) / num_tokens.sum(),
         increase=np.expm1(effects.effect_nats),
@@ -183,7 +193,10 @@ def interaction_effects(
     single = single_nats - intact_nats
     parts = np.array([single[list(rows)].sum(0) for rows in members])
     return paired_effects(
-        *(intact_nats, joint_nats - parts, num_tokens, blocks),
+        intact_nats,
+        joint_nats - parts,
+        num_tokens,
+        blocks,
         confidence=confidence,
         num_resamples=num_resamples,
         seed=seed,

@@ -1,17 +1,16 @@
 """Healing: a short training of a pruned model, so that the heads left take over what was lost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from mhaprune.measure.perplexity import target_nats, window_batch
-from mhaprune.text.windows import Window
+from mhaprune.measure.perplexity import target_nats
+from mhaprune.measure.progress import Progress
+from mhaprune.text.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,15 +27,14 @@ def check_method(method: Method) -> None:
 
 def heal(
     model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
+    sample: Sample,
     *,
     steps: int,
     learning_rate: float,
     windows_per_step: int,
     method: Method = "full",
     seed: int = 0,
-    advance: Callable[[int], object] = lambda windows: None,
+    progress: Progress | None = None,
 ) -> "PreTrainedModel":
     """Train the model, in place, on windows of calibration text; return it ready to be measured.
 
@@ -49,45 +47,46 @@ def heal(
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)  # dropout and low-rank updates draw from the global generator
         trained: Any = _with_lora(model) if method == "lora" else model.requires_grad_(True)
-        _train(trained, ids, windows, steps, learning_rate, windows_per_step, seed, advance)
+        rates = [learning_rate * _rate(step, steps) for step in range(steps)]
+        draw = np.random.default_rng(seed)
+        for rows in _train(trained, sample, rates, windows_per_step, draw):
+            if progress:
+                progress.advance(rows)
     healed = trained.merge_and_unload() if method == "lora" else trained
     return healed.eval().requires_grad_(False)
 
 
 def _train(
     model: Any,
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    steps: int,
-    learning_rate: float,
+    sample: Sample,
+    rates: Sequence[float],
     windows_per_step: int,
-    seed: int,
-    advance: Callable[[int], object],
-) -> None:
+    draw: np.random.Generator,
+) -> Iterator[int]:
+    """Take a step at each of the rates; yield how many windows it read."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    generator = np.random.default_rng(seed)
+    optimizer = torch.optim.AdamW(parameters, lr=rates[0], weight_decay=0.0)
+    num_windows = len(sample.windows)
     model.train()
-    for _ in range(steps):
-        chosen = generator.choice(
-            len(windows), size=min(windows_per_step, len(windows)), replace=False
-        )
-        inputs, targets = window_batch(ids, [windows[number] for number in chosen])
+    for rate in rates:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        size = min(windows_per_step, num_windows)
+        chosen = draw.choice(num_windows, size=size, replace=False).tolist()
+        inputs, targets = sample.batch(chosen)
         with torch.enable_grad():
             logits = model(inputs.to(model.device), use_cache=False).logits
             nats = target_nats(logits, targets.to(model.device)).sum()
-            loss = nats / sum(windows[number].num_scored for number in chosen)
+            loss = nats / int(sample.num_tokens[chosen].sum())
         if not torch.isfinite(loss):
             raise ValueError(
-                f"healing diverged at a learning rate of {learning_rate:g}; use a smaller heal.lr"
+                f"healing diverged at a learning rate of {max(rates):g}; use a smaller heal.lr"
             )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        schedule.step()
-        advance(len(chosen))
+        yield len(chosen)
     optimizer.zero_grad()  # or the gradients would stay in memory
 
 

@@ -5,21 +5,12 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol as Interface
 from typing import runtime_checkable
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 VERDICT_STYLES = {
@@ -140,35 +131,6 @@ def quiet_third_parties() -> None:
     if "transformers" in sys.modules:  # nothing to quieten, and slow to import, where it is not
         sys.modules["transformers"].logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"(transformers|datasets|wandb|torch)\b")
-
-
-@contextmanager
-def progress(console: Console, description: str) -> Iterator["Advance"]:
-    """Show a progress bar with the time left; what is yielded is told what was done and is left."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, expand=True) as bar:
-        task = bar.add_task(description, total=None)
-
-        def advance(amount: int, left: int | None = None) -> None:
-            bar.advance(task, amount)
-            if left is not None:
-                bar.update(task, total=bar.tasks[task].completed + left)
-
-        yield advance
-
-
-@runtime_checkable
-class Advance(Interface):
-    """Moves a progress bar on by `amount`; `left`, if given, is how much is still to come."""
-
-    def __call__(self, amount: int, left: int | None = None) -> None: ...
 
 
 def say(console: Console, line: str) -> None:

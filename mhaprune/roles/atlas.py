@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
@@ -26,13 +27,15 @@ from mhaprune.roles.patterns import (
     repeated_random_tokens,
     roles,
 )
-from mhaprune.run.config import RolesConfig
-from mhaprune.run.prepare import Prepared
 from mhaprune.stats.effects import VERDICTS
 from mhaprune.tables.csv_files import write_rows
 from mhaprune.tables.files import write_atomically
 from mhaprune.tables.rows import HeadEffect, HeadRole, RoleEffect
+from mhaprune.text.sample import Sample
 from mhaprune.text.tokens import Text, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST_TOKENS = 64  # of a sentence: more would not be readable
 MOST_WEIGHTS = 4_500_000  # of all heads: one byte each on a page that has to stay below 8 MB
@@ -47,12 +50,25 @@ class Sentence:
     note: str | None = None
 
 
+@dataclass(frozen=True)
+class Judging:
+    """On what it is judged what heads attend to: windows of text (0: no roles), random rows.
+
+    `repeats` rows of random tokens come twice each after `period` tokens, drawn by `seed`.
+    """
+
+    windows: int = 4
+    repeats: int = 8
+    period: int = 64
+    seed: int = 0
+
+
 def write_atlas(
     directory: Path,
-    prepared: Prepared,
+    loaded: LoadedModel,
+    sample: Sample,
     text: str,
-    config: RolesConfig,
-    seed: int,
+    judging: Judging,
     say: Callable[[str], object],
 ) -> list[HeadRole]:
     """Write roles.csv and attention.npz, as far as the model lets; `say` gets why not.
@@ -60,13 +76,13 @@ def write_atlas(
     Returns the heads' roles, none where they were not asked for or cannot be judged.
     """
     try:
-        write_sentence(directory, read_sentence(prepared.loaded, text))
+        write_sentence(directory, read_sentence(loaded, text))
     except ValueError as error:
         say(f"The attention on the sentence is left out: {error}")
-    if not config.windows:
+    if not judging.windows:
         return []
     try:
-        found = head_roles(prepared, config, seed)
+        found = head_roles(loaded.model, sample, judging)
     except ValueError as error:
         say(f"The roles of heads are left out: {error}")
         return []
@@ -74,34 +90,31 @@ def write_atlas(
     return found
 
 
-def head_roles(prepared: Prepared, config: RolesConfig, seed: int) -> list[HeadRole]:
-    """Judge every head of the model on evaluation text and on repeated random tokens.
+def head_roles(model: "PreTrainedModel", sample: Sample, judging: Judging) -> list[HeadRole]:
+    """Judge every head of the model on a sample and on repeated random tokens.
 
-    The random tokens are drawn from those that the evaluation text has. Raises ValueError where the
+    The random tokens are drawn from those that the sample's text has. Raises ValueError where the
     model's context is too short for them, and as `patterns.measure_patterns`.
     """
-    model, ids = prepared.loaded.model, prepared.tokens.ids
-    limit = max_context(model)
-    period = config.period if limit is None else min(config.period, (limit - 1) // 2)
+    ids, limit = sample.ids, max_context(model)
+    period = judging.period if limit is None else min(judging.period, (limit - 1) // 2)
     if period < MIN_PERIOD:
         raise ValueError(
             f"roles take a context of at least {2 * MIN_PERIOD + 1} tokens, this model's is {limit}"
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(judging.seed)
     repeated = repeated_random_tokens(
-        ids.unique(), int(ids[0]), config.repeats, period, generator=generator
+        ids.unique(), int(ids[0]), judging.repeats, period, generator=generator
     )
-    scores = measure_patterns(model, text_rows(prepared, config.windows), repeated, period)
+    scores = measure_patterns(model, text_rows(sample, judging.windows), repeated, period)
     return role_rows(scores)
 
 
-def text_rows(prepared: Prepared, count: int) -> Int[Tensor, "row pos"]:
-    """Return what the first windows of the evaluation text read, cut to one length."""
-    windows = prepared.windows[:count]
+def text_rows(sample: Sample, count: int) -> Int[Tensor, "row pos"]:
+    """Return what the first windows read, cut to one length."""
+    windows = sample.windows[:count]
     length = min(window.num_inputs for window in windows)
-    return torch.stack(
-        [prepared.tokens.ids[window.start : window.start + length] for window in windows]
-    )
+    return torch.stack([sample.ids[window.start : window.start + length] for window in windows])
 
 
 def role_rows(scores: PatternScores) -> list[HeadRole]:

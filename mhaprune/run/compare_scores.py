@@ -4,22 +4,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mhaprune.measure.measurer import measure_losses
-from mhaprune.model.architectures import head_shape
-from mhaprune.model.heads import select_heads
-from mhaprune.review.console import print_agreement, print_files, progress, quiet_third_parties, say
+from mhaprune.review.console import print_agreement, print_files, quiet_third_parties, say
 from mhaprune.review.report import refresh_index
 from mhaprune.run.config import CompareScoresConfig
 from mhaprune.run.launch import run_program
-from mhaprune.run.prepare import prepare
+from mhaprune.run.measuring import make_subject, measure_losses, measuring, with_ablation
+from mhaprune.run.prepare import choose_heads, prepare
 from mhaprune.run.recording import recorded
 from mhaprune.run.scoring import (
     agreement_row,
+    check_calibration,
     check_scores,
     compute_score,
     conclude,
     draw_agreement,
-    make_subject,
     on_calibration_text,
     write_scores,
 )
@@ -34,27 +32,31 @@ def compare_scores(config: CompareScoresConfig, directory: Path) -> None:
     console = Console()
     check_scores(config.scores)
     prepared = prepare(config)
-    shape = head_shape(prepared.loaded.model)
-    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    heads = choose_heads(prepared, config)
     top_k = config.top_k or max(1, len(heads) // 4)
     check_agreement(len(heads), top_k)
-    subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
+    check_calibration(prepared.calibration)
     with recorded("compare_scores", config, prepared, directory, console) as recording:
-        with progress(console, f"measuring {len(heads)} heads") as advance:
-            losses = measure_losses(prepared, heads, config, directory, advance)
+        progress, bar = recording.progress, recording.terminal.bar
+        with bar(f"measuring {len(heads)} heads"):
+            subject = make_subject(prepared, heads, config)
+            subject = with_ablation(subject, prepared.calibration, config.ablation, progress)
+            calibrating = on_calibration_text(subject, prepared.calibration)
+            with measuring(subject, prepared, config, directory, progress) as measurer:
+                losses = measure_losses(measurer, config.evaluation)
         delta_nats = losses.ablated_nats - losses.intact_nats
         scored = []
+        progress.begin("score", 0)
         for number, (name, options) in enumerate(config.scores.items(), start=1):
-            with progress(console, f"score {number} of {len(config.scores)}: {name}"):
-                scored.append(compute_score(name, options, subject))
+            with bar(f"score {number} of {len(config.scores)}: {name}"):
+                scored.append(compute_score(name, options, calibrating))
             say(console, f"{name}: {scored[-1].seconds:.1f} s")
-        sample = delta_nats, prepared.num_tokens, prepared.blocks
-        rows = [agreement_row(one, heads, *sample, config, top_k) for one in scored]
+        rows = [agreement_row(one, subject, delta_nats, config.evaluation, top_k) for one in scored]
         summary = {"compare/conclusion": conclude(rows), "compare/num_heads": len(heads)}
         summary |= {f"compare/{row.score}/spearman": row.spearman for row in rows}
         by_head = write_scores(directory, {one.name: one.whole for one in scored}, heads, "")
         write_rows(directory / "agreement.csv", ScoreAgreement, rows)
-        effects = delta_nats.sum(1) / prepared.num_tokens.sum()
+        effects = delta_nats.sum(1) / subject.sample.num_tokens.sum()
         draw_agreement(directory, scored, heads, effects, rows)
         recording.finish(summary, {"agreement": rows, "scores": by_head})
     print_agreement(console, rows, config.evaluation.confidence)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,13 +13,15 @@ from matplotlib.figure import Figure
 from mhaprune.measure.baselines import Donors
 from mhaprune.measure.head_sets import HeadSet, plan_sets, set_losses
 from mhaprune.measure.measurer import Measurer
-from mhaprune.model.architectures import HeadShape, head_shape
+from mhaprune.measure.subject import Subject
+from mhaprune.model.architectures import HeadShape
 from mhaprune.model.gating import gate_heads, gates_of
 from mhaprune.model.heads import Head, select_heads
 from mhaprune.prune.curves import (
     INCREASES,
     Curve,
     Direction,
+    Order,
     interaction_effects,
     make_curve,
     pairs_within,
@@ -31,7 +33,6 @@ from mhaprune.review.pictures import Line, pair_heatmap, pruning_curves, save_pn
 from mhaprune.run.config import MeasureConfig, OrderingConfig, PruneHeadsConfig
 from mhaprune.run.prepare import Prepared
 from mhaprune.scores.catalogue import SCORES
-from mhaprune.scores.estimate import Subject
 from mhaprune.stats.effects import paired_effects
 from mhaprune.tables.csv_files import read_effects, read_rows, write_rows
 from mhaprune.tables.manifest import read_manifest
@@ -44,15 +45,6 @@ class Intervals(TypedDict):
     confidence: float
     num_resamples: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Order:
-    """Heads in the order in which they go."""
-
-    ordering: str
-    direction: Direction
-    heads: HeadSet
 
 
 def make_orders(
@@ -127,7 +119,7 @@ def saved_values(
     saved = read_manifest(run)
     if saved["weights_hash"] != prepared.loaded.weights_hash:
         raise ValueError(f"pruning.ranking={run} is of another model (its weights hash differs)")
-    if saved["tokens_hash"] == prepared.tokens.hash:
+    if saved["tokens_hash"] == prepared.sample.tokens.hash:
         if not same_text:
             raise ValueError(
                 f"pruning.ranking={run} was measured on this very text, so its curve would look "
@@ -155,15 +147,18 @@ def measure_curves(
     sets = [
         order.heads[:count] for order, some in zip(orders, counts, strict=True) for count in some
     ]
-    losses = losses_of(measurer, [(), *sets])
+    losses = losses_of(measurer, [(), *sets], config.evaluation.windows_per_unit)
     intact, rest = losses[0], losses[1:]
-    curves, first = [], 0
+    sample, curves, first = measurer.subject.sample, [], 0
     for order, some in zip(orders, counts, strict=True):
         curves.append(
             make_curve(
-                *(order.ordering, order.direction, order.heads, some, intact),
-                *(rest[first : first + len(some)], measurer.prepared.num_tokens),
-                measurer.prepared.blocks,
+                Order(order.ordering, order.direction, order.heads),
+                some,
+                intact,
+                rest[first : first + len(some)],
+                sample.num_tokens,
+                sample.blocks,
                 **intervals(config),
             )
         )
@@ -186,19 +181,20 @@ def measure_interactions(
 
     The sets are those configured, and all pairs of the heads that go first within the budget.
     """
-    shape = head_shape(measurer.prepared.loaded.model)
-    chosen = chosen_sets(config, shape)
+    chosen = chosen_sets(config, measurer.subject.shape)
     sets = list(dict.fromkeys([*chosen, *pairs_within(order, config.pruning.pairs)]))
     if not sets:
         return []
     singles = sorted({head for one in sets for head in one})
-    losses = losses_of(measurer, [(), *((head,) for head in singles), *sets])
+    per_unit = config.evaluation.windows_per_unit
+    losses = losses_of(measurer, [(), *((head,) for head in singles), *sets], per_unit)
     intact, single, joint = losses[0], losses[1 : 1 + len(singles)], losses[1 + len(singles) :]
-    sample = intact, measurer.prepared.num_tokens, measurer.prepared.blocks
+    tokens, blocks = measurer.subject.sample.num_tokens, measurer.subject.sample.blocks
     members = [[singles.index(head) for head in one] for one in sets]
-    found = interaction_effects(joint, single, members, *sample, **intervals(config))
-    alone = paired_effects(intact, single, *sample[1:], **intervals(config))
-    together = paired_effects(intact, joint, *sample[1:], **intervals(config))
+    how = intervals(config)
+    found = interaction_effects(joint, single, members, intact, tokens, blocks, **how)
+    alone = paired_effects(intact, single, tokens, blocks, **how)
+    together = paired_effects(intact, joint, tokens, blocks, **how)
     tolerance = config.evaluation.tolerance_nats
     redundant = (alone.ci_low >= -tolerance) & (alone.ci_high <= tolerance)
     return [
@@ -216,11 +212,13 @@ def measure_interactions(
     ]
 
 
-def losses_of(measurer: Measurer, sets: Sequence[HeadSet]) -> Float[np.ndarray, "variant window"]:
+def losses_of(
+    measurer: Measurer, sets: Sequence[HeadSet], windows_per_unit: int
+) -> Float[np.ndarray, "variant window"]:
     """Return the total nats of each set on each window, measured or from the run's store."""
-    num_windows = len(measurer.all_windows)
-    units = plan_sets(sets, num_windows, measurer.config.evaluation.windows_per_unit)
-    measurer.advance(0, sum(unit.num_rows for unit in units))
+    num_windows = measurer.num_windows
+    units = plan_sets(sets, num_windows, windows_per_unit)
+    measurer.progress.begin("prune", sum(unit.num_rows for unit in units))
     return set_losses(measurer.sets(units), sets, num_windows)
 
 

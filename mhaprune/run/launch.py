@@ -19,8 +19,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mhaprune.measure.measurer import OthersAtWork
 from mhaprune.run.config import CONF_DIR, Schema, one_line, validate
+from mhaprune.run.measuring import OthersAtWork
 from mhaprune.tables.files import write_atomically, write_json
 
 

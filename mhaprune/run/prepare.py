@@ -5,19 +5,16 @@ The glue between the edge modules, used by `experiments/` only.
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, cast
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
 
-from mhaprune.measure.baselines import Ablation
-from mhaprune.measure.perplexity import Protocol, TokenLoss
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.gating import check_gating
+from mhaprune.model.heads import Head, select_heads
 from mhaprune.model.load import LoadedModel, load_model, max_context
 from mhaprune.run.config import (
     DatasetConfig,
@@ -30,6 +27,7 @@ from mhaprune.run.config import (
 from mhaprune.run.manifest import manifest
 from mhaprune.tables.files import write_json
 from mhaprune.text.load import load_hub_text, load_text_file
+from mhaprune.text.sample import Protocol, Sample
 from mhaprune.text.stories import CALIBRATION_SEED, EVALUATION_SEED, story_texts
 from mhaprune.text.tokens import Text, Tokens, check_disjoint, split_calibration, tokenize
 from mhaprune.text.windows import Window, make_windows
@@ -39,35 +37,17 @@ LONGEST_DEFAULT_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model and the windows of text it is measured on; calibration windows are all full."""
+    """A model, the sample it is measured on, and one for calibration with full windows only."""
 
     loaded: LoadedModel
-    tokens: Tokens
-    windows: tuple[Window, ...]
-    calibration: Tokens
-    calibration_windows: tuple[Window, ...]
-    protocol: Protocol
-    ablations: dict[str, Ablation] = field(default_factory=dict, init=False)  # those found so far
+    sample: Sample
+    calibration: Sample
 
     @property
-    def num_tokens(self) -> Int[np.ndarray, "window"]:
-        """Scored tokens of each window."""
-        return np.array([window.num_scored for window in self.windows])
-
-    @property
-    def blocks(self) -> Int[np.ndarray, "window"]:
-        """The document in which each window's first scored token lies; its number if unknown."""
-        first = torch.tensor([window.first_scored for window in self.windows])
-        documents = self.tokens.document[first].numpy()
-        return documents if self.tokens.document.any() else np.arange(len(self.windows))
-
-    def loss(self, total_nats: Float[np.ndarray, "window"]) -> TokenLoss:
-        """The loss over all windows."""
-        num_bytes = sum(
-            int(self.tokens.num_bytes[window.first_scored : window.stop].sum())
-            for window in self.windows
-        )
-        return TokenLoss(float(total_nats.sum()), int(self.num_tokens.sum()), num_bytes)
+    def protocol(self) -> Protocol:
+        """How the sample was cut."""
+        assert self.sample.protocol is not None
+        return self.sample.protocol
 
 
 def prepare(config: ReadingConfig) -> Prepared:
@@ -96,7 +76,13 @@ def prepare(config: ReadingConfig) -> Prepared:
         tokens_hash=evaluation.hash,
     )
     donors = full_windows(calibration, length)[: config.evaluation.calibration_windows]
-    return Prepared(loaded, evaluation, windows, calibration, donors, protocol)
+    return Prepared(loaded, Sample(evaluation, windows, protocol), Sample(calibration, donors))
+
+
+def choose_heads(prepared: Prepared, config: MeasureConfig) -> list[Head]:
+    """Return the heads that the configuration selects."""
+    shape = head_shape(prepared.loaded.model)
+    return select_heads(config.heads, shape.num_layers, shape.num_heads)
 
 
 def tokenize_texts(loaded: LoadedModel, dataset: DatasetConfig) -> tuple[Tokens, Tokens]:
@@ -192,8 +178,8 @@ def keep_manifest(
     path = directory / "manifest.json"
     hashes = {
         "weights_hash": prepared.loaded.weights_hash,
-        "tokens_hash": prepared.tokens.hash,
-        "calibration_hash": prepared.calibration.hash,
+        "tokens_hash": prepared.sample.tokens.hash,
+        "calibration_hash": prepared.calibration.tokens.hash,
     }
     started, command = datetime.now(UTC), sys.argv
     if path.exists():

@@ -4,17 +4,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mhaprune.measure.measurer import Measurer
-from mhaprune.measure.store import MeasurementStore
-from mhaprune.model.architectures import head_shape
-from mhaprune.model.heads import select_heads
 from mhaprune.review.console import (
     print_files,
     print_removable,
     print_savings,
-    progress,
     quiet_third_parties,
-    say,
 )
 from mhaprune.review.report import refresh_index
 from mhaprune.run.config import PruneHeadsConfig, plain
@@ -28,10 +22,11 @@ from mhaprune.run.curves import (
     write_curves,
 )
 from mhaprune.run.launch import run_program
-from mhaprune.run.prepare import prepare
+from mhaprune.run.measuring import make_subject, measuring, with_ablation
+from mhaprune.run.prepare import choose_heads, prepare
 from mhaprune.run.pruned import check_export, check_pruned, export_pruned, look_at_pruned
 from mhaprune.run.recording import recorded
-from mhaprune.run.scoring import check_scores, make_subject, on_calibration_text
+from mhaprune.run.scoring import check_scores, on_calibration_text
 from mhaprune.tables.csv_files import write_rows
 from mhaprune.tables.manifest import title_of
 from mhaprune.tables.rows import Saving
@@ -45,18 +40,19 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
         check_scores({ordering.score: ordering.options})
     check_export(config)
     prepared = prepare(config)
-    shape = head_shape(prepared.loaded.model)
-    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    heads = choose_heads(prepared, config)
     check_pruned(config, prepared, heads)
     with recorded("prune_heads", config, prepared, directory, console) as recording:
-        subject = on_calibration_text(make_subject(prepared, heads, config), prepared)
-        with progress(console, "orders"):
-            orders = make_orders(config, prepared, subject, lambda line: say(console, line))
+        progress, bar = recording.progress, recording.terminal.bar
+        with bar("orders"):
+            subject = make_subject(prepared, heads, config)
+            subject = with_ablation(subject, prepared.calibration, config.ablation, progress)
+            calibrating = on_calibration_text(subject, prepared.calibration)
+            orders = make_orders(config, prepared, calibrating, progress.say)
         with (
-            MeasurementStore(directory / "measurements.jsonl") as store,
-            progress(console, f"{len(orders)} curves") as advance,
+            bar(f"{len(orders)} curves"),
+            measuring(subject, prepared, config, directory, progress) as measurer,
         ):
-            measurer = Measurer(prepared, heads, config, store, advance)
             curves = measure_curves(orders, measurer, config)
             together = measure_interactions(config, orders[0].heads, measurer)
             savings, healed = look_at_pruned(config, prepared, curves, measurer)
@@ -70,7 +66,7 @@ def prune_heads(config: PruneHeadsConfig, directory: Path) -> None:
     if savings:
         print_savings(console, savings)
     print_removable(console, removable_rows(summary))
-    export_pruned(config, prepared, curves, measurer.ablation, directory, lambda x: say(console, x))
+    export_pruned(config, recording, curves, subject)
     print_files(console, directory)
 
 

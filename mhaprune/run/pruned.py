@@ -1,6 +1,6 @@
 """A run's pruned models: which heads go, what that costs and buys, and where one is saved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,24 +8,26 @@ import numpy as np
 import torch
 import transformers
 from jaxtyping import Float
-from torch import Tensor
 
 from mhaprune.measure.baselines import Ablation, Donors
-from mhaprune.measure.measurer import Measurer, Progress, rows_at_once
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.measurer import Measurer, Progress
+from mhaprune.measure.perplexity import row_nats, sample_loss
+from mhaprune.measure.subject import Subject
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.gating import gate_heads, gates_of
 from mhaprune.model.heads import Head
 from mhaprune.prune.compaction import compact, make_dense
-from mhaprune.prune.curves import Curve, make_curve
+from mhaprune.prune.curves import Curve, Order, make_curve
 from mhaprune.prune.export import Form, check_directory, export, model_card
 from mhaprune.prune.healing import Method, check_method, heal
 from mhaprune.prune.savings import measure_savings
 from mhaprune.run.config import HealConfig, PruneHeadsConfig
 from mhaprune.run.curves import chosen_sets, curve_points, intervals, is_random, losses_of
 from mhaprune.run.prepare import Prepared
+from mhaprune.run.recording import Recording
 from mhaprune.tables.manifest import read_manifest
 from mhaprune.tables.rows import Saving
+from mhaprune.text.sample import Sample
 
 MAKE = {"compact": compact, "dense": make_dense}
 SHARES = (0.1, 0.3, 0.5)
@@ -138,12 +140,11 @@ def look_at_pruned(
     if not config.savings and not config.heal.steps:
         return [], []
     curve = best_curve(curves)
-    models = compacted(prepared, curve, measurer.ablation)
+    models = compacted(prepared, curve, measurer.subject.ablation)
     savings = savings_rows(prepared, models) if config.savings else []
     if not config.heal.steps:
         return savings, []
-    [intact] = losses_of(measurer, [()])
-    return savings, [healed_curve(config, prepared, curve, models, intact, measurer.advance)]
+    return savings, [healed_curve(config, prepared, curve, models, measurer)]
 
 
 def savings_rows(
@@ -164,20 +165,21 @@ def savings_rows(
 
 def heal_model(
     model: transformers.PreTrainedModel,
-    prepared: Prepared,
+    calibration: Sample,
     config: HealConfig,
     seed: int,
-    advance: Callable[[int], object],
+    progress: Progress,
 ) -> transformers.PreTrainedModel:
     """Train a model on the calibration text, in place."""
     return heal(
-        *(model, prepared.calibration.ids, prepared.calibration_windows),
+        model,
+        calibration,
         steps=config.steps,
         learning_rate=config.lr,
         windows_per_step=config.windows_per_step,
         method=method_of(config),
         seed=seed,
-        advance=advance,
+        progress=progress,
     )
 
 
@@ -186,61 +188,65 @@ def healed_curve(
     prepared: Prepared,
     curve: Curve,
     models: dict[int, transformers.PreTrainedModel],
-    intact_nats: Float[np.ndarray, "window"],
-    advance: Progress,
+    measurer: Measurer,
 ) -> Curve:
     """Heal the models and measure them on the evaluation text: the curve afterwards.
 
     It begins at the intact model, as every curve does.
     """
-    advance(0, len(models) * config.heal.steps * config.heal.windows_per_step)
+    [intact_nats] = losses_of(measurer, [()], config.evaluation.windows_per_unit)
+    progress, subject = measurer.progress, measurer.subject
+    progress.begin("heal", len(models) * config.heal.steps * config.heal.windows_per_step)
     nats = [intact_nats]
     for model in models.values():
-        healed = heal_model(model, prepared, config.heal, config.seed, advance)
-        nats.append(model_nats(healed, prepared, rows_at_once(prepared, config.evaluation)))
+        healed = heal_model(model, prepared.calibration, config.heal, config.seed, progress)
+        nats.append(model_nats(healed, subject.sample, subject.rows_per_batch))
     return make_curve(
-        *(f"{curve.ordering}_healed", "least", curve.order, [0, *models], intact_nats),
-        *(np.stack(nats), prepared.num_tokens, prepared.blocks),
+        Order(f"{curve.ordering}_healed", "least", curve.order),
+        [0, *models],
+        intact_nats,
+        np.stack(nats),
+        subject.sample.num_tokens,
+        subject.sample.blocks,
         **intervals(config),
     )
 
 
 def model_nats(
-    model: transformers.PreTrainedModel, prepared: Prepared, rows: int
+    model: transformers.PreTrainedModel, sample: Sample, rows: int
 ) -> Float[np.ndarray, "window"]:
-    """Return a model's total nats on each evaluation window."""
-    ids, windows = prepared.tokens.ids, prepared.windows
+    """Return a model's total nats on each window of a sample."""
+    numbers = range(len(sample.windows))
     parts = [
-        row_nats(model, *window_batch(ids, windows[first : first + rows])).numpy()
-        for first in range(0, len(windows), rows)
+        row_nats(model, *sample.batch(numbers[first : first + rows])).numpy()
+        for first in numbers[::rows]
     ]
     return np.concatenate(parts)
 
 
 def export_pruned(
     config: PruneHeadsConfig,
-    prepared: Prepared,
+    recording: Recording,
     curves: Sequence[Curve],
-    ablation: Ablation,
-    directory: Path,
-    say: Callable[[str], object],
+    subject: Subject,
 ) -> None:
     """Write the pruned model, healed if configured, where the configuration says, if anywhere."""
     wanted = config.export
     if wanted.dir is None:
         return
+    prepared, ablation, say = recording.prepared, subject.ablation, recording.progress.say
     assert not isinstance(ablation, Donors)
     curve, count = choose_point(config, curves)
     heads = curve.order[:count]
     form = form_of(config)
     model = MAKE[form](prepared.loaded.model, heads, ablation)
-    difference = largest_difference(prepared, model, heads, ablation)
+    difference = largest_difference(subject, model, heads)
     say(f"The {wanted.form} and the masked model's logits differ by at most {difference:.1e}")
     healed = None
     if config.heal.steps:
-        model = heal_model(model, prepared, config.heal, config.seed, lambda windows: None)
-        nats = model_nats(model, prepared, rows_at_once(prepared, config.evaluation))
-        perplexity = prepared.loss(nats).perplexity
+        model = heal_model(model, prepared.calibration, config.heal, config.seed, Progress())
+        nats = model_nats(model, subject.sample, subject.rows_per_batch)
+        perplexity = sample_loss(subject.sample, nats).perplexity
         healed = f"{config.heal.steps} steps on calibration text; perplexity now {perplexity:.4g}"
         say(f"Healed by {healed}")
     rows = [asdict(point) for point in curve_points([curve])]
@@ -258,7 +264,7 @@ def export_pruned(
         chosen=nearest,
         healed=healed,
     )
-    manifest = read_manifest(directory) | {
+    manifest = read_manifest(recording.directory) | {
         "removed_heads": [str(head) for head in sorted(heads)],
         "ordering": curve.ordering,
         "healed": healed,
@@ -270,16 +276,13 @@ def export_pruned(
 
 @torch.no_grad()
 def largest_difference(
-    prepared: Prepared,
-    pruned: transformers.PreTrainedModel,
-    heads: Sequence[Head],
-    ablation: Float[Tensor, "layer head d_head"] | None,
+    subject: Subject, pruned: transformers.PreTrainedModel, heads: Sequence[Head]
 ) -> float:
     """Return how far the pruned model's logits are from the masked model's, on one window."""
-    model = prepared.loaded.model
-    inputs, _ = window_batch(prepared.tokens.ids, prepared.windows[:1])
-    inputs = inputs.to(model.device)
-    [gate] = gates_of([tuple(heads)], head_shape(model))
+    model, ablation = subject.model, subject.ablation
+    assert not isinstance(ablation, Donors)
+    inputs = subject.sample.batch([0])[0].to(model.device)
+    [gate] = gates_of([tuple(heads)], subject.shape)
     constants = None if ablation is None else ablation.to(model.device)
     with gate_heads(model, gate.to(model.device), constants):
         masked = model(inputs, use_cache=False).logits

@@ -4,14 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mhaprune.measure.measurer import choose_engine, rows_at_once
-from mhaprune.model.architectures import head_shape
-from mhaprune.model.heads import select_heads
 from mhaprune.review.console import print_files, quiet_third_parties, say
 from mhaprune.review.report import refresh_index
 from mhaprune.run.config import RankHeadsConfig
 from mhaprune.run.launch import run_program
-from mhaprune.run.prepare import prepare
+from mhaprune.run.measuring import make_subject
+from mhaprune.run.prepare import choose_heads, prepare
 from mhaprune.run.ranking import measure_and_rank
 from mhaprune.run.recording import recorded
 from mhaprune.run.scoring import check_scores, score_and_rank
@@ -23,16 +21,12 @@ def rank_heads(config: RankHeadsConfig, directory: Path) -> None:
     console = Console()
     check_scores({config.score.name: config.score.options})
     prepared = prepare(config)
-    shape = head_shape(prepared.loaded.model)
-    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    heads = choose_heads(prepared, config)
     rank_them = measure_and_rank if config.score.name == "leave_one_out" else score_and_rank
     with recorded("rank_heads", config, prepared, directory, console) as recording:
-        rows = rows_at_once(prepared, config.evaluation)
-        engine = choose_engine(prepared, config.evaluation)
-        say(console, f"Engine: {engine}, {rows} windows at once")
-        summary, tables, show = rank_them(
-            prepared, heads, config, directory, console, recording.tracker.log_progress
-        )
+        subject = make_subject(prepared, heads, config)
+        say(console, f"Engine: {subject.engine}, {subject.rows_per_batch} windows at once")
+        summary, tables, show = rank_them(recording, subject, config)
         recording.finish(summary, tables)
     show()
     print_files(console, directory)

@@ -3,22 +3,24 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from rich.console import Console
 
-from mhaprune.measure.measurer import Losses, measure_losses
-from mhaprune.model.architectures import HeadShape, head_shape
+from mhaprune.measure.measurer import Losses
+from mhaprune.measure.perplexity import TokenLoss, sample_loss
+from mhaprune.measure.subject import Subject
+from mhaprune.model.architectures import HeadShape
 from mhaprune.model.heads import Head
-from mhaprune.review.console import print_baseline, print_ranking, print_roles, progress, say
+from mhaprune.review.console import print_baseline, print_ranking, print_roles
 from mhaprune.review.pictures import effect_grid, effect_heatmap, save_png
-from mhaprune.roles.atlas import effects_by_role, write_atlas
+from mhaprune.roles.atlas import effects_by_role
+from mhaprune.run.atlas import keep_atlas
 from mhaprune.run.config import EvaluationConfig, RankHeadsConfig, plain
-from mhaprune.run.prepare import Prepared
+from mhaprune.run.measuring import measure_losses, measuring, with_ablation
+from mhaprune.run.recording import Recording
 from mhaprune.stats.control_variates import Regression, regression_effects
 from mhaprune.stats.effects import VERDICTS, Effects, paired_effects, ranking, verdicts
 from mhaprune.tables.csv_files import with_roles, write_effects, write_rows
@@ -37,34 +39,25 @@ class Ranking:
     summary: dict[str, float | int | str]
 
 
-def measure_and_rank(
-    prepared: Prepared,
-    heads: Sequence[Head],
-    config: RankHeadsConfig,
-    directory: Path,
-    console: Console,
-    log: Callable[[dict[str, int]], object] = lambda numbers: None,
-) -> Found:
-    """Rank by measured effects: effects.csv. Returns summary, tables and what prints them.
-
-    `log` gets how many heads are done and settled, while they are measured.
-    """
-    with progress(console, f"{len(heads)} heads") as advance:
-        tell, parts = partial(say, console), config.shard
-        shard = (parts.index, parts.count) if parts.count > 1 else None
-        losses = measure_losses(prepared, heads, config, directory, advance, tell, shard, log)
-    ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
-    shape = head_shape(prepared.loaded.model)
+def measure_and_rank(recording: Recording, subject: Subject, config: RankHeadsConfig) -> Found:
+    """Rank by measured effects: effects.csv. Returns summary, tables and what prints them."""
+    prepared, directory, progress = recording.prepared, recording.directory, recording.progress
+    with recording.terminal.bar(f"{len(subject.heads)} heads"):
+        subject = with_ablation(subject, prepared.calibration, config.ablation, progress)
+        shard = (config.shard.index, config.shard.count) if config.shard.count > 1 else None
+        with measuring(subject, prepared, config, directory, progress) as measurer:
+            losses = measure_losses(measurer, config.evaluation, shard)
+    ranking = rank(subject, losses, config.evaluation)
     write_ranking(
-        directory, title_of(plain(config)), ranking, shape, config.evaluation.tolerance_nats
+        directory, title_of(plain(config)), ranking, subject.shape, config.evaluation.tolerance_nats
     )
-
-    roles = write_atlas(directory, prepared, config.text, config.roles, config.seed, tell)
+    roles = keep_atlas(recording, config.text, config.roles)
     by_role = effects_by_role(ranking.rows, roles) if roles else []
     if by_role:
         write_rows(directory / "by_role.csv", RoleEffect, by_role)
 
     def show() -> None:
+        console = recording.terminal.console
         print_baseline(console, ranking.summary)
         print_ranking(console, ranking.rows, confidence=config.evaluation.confidence)
         if by_role:
@@ -75,43 +68,51 @@ def measure_and_rank(
     return ranking.summary, tables, show
 
 
-def rank(
-    prepared: Prepared, heads: Sequence[Head], losses: Losses, config: EvaluationConfig, seed: int
-) -> Ranking:
+def rank(subject: Subject, losses: Losses, config: EvaluationConfig) -> Ranking:
     """Compare the losses of each head's ablation with the intact ones, window by window."""
     intact, ablated, predicted = losses.intact_nats, losses.ablated_nats, losses.predicted_nats
-    sample = prepared.num_tokens, prepared.blocks
+    heads, num_tokens, blocks = subject.heads, subject.sample.num_tokens, subject.sample.blocks
     regression = None
     if predicted is None:
         effects = paired_effects(
-            *(intact, ablated, *sample),
+            intact,
+            ablated,
+            num_tokens,
+            blocks,
             confidence=config.confidence,
             num_resamples=config.resamples,
-            seed=seed,
+            seed=subject.seed,
         )
     else:
         effects, regression = regression_effects(
-            *(intact, ablated, predicted, *sample), confidence=config.confidence
+            intact, ablated, predicted, num_tokens, blocks, confidence=config.confidence
         )
-    verdict_of = verdicts(effects, config.tolerance_nats, config.critical_nats)
     measured = np.isfinite(ablated).sum(1)
-    loss = prepared.loss(intact)
+    verdict_of = verdicts(effects, config.tolerance_nats, config.critical_nats)
+    rows = head_effects(heads, effects, verdict_of, measured, regression)
+    summary = summarize(effects, sample_loss(subject.sample, intact), verdict_of)
+    summary["heads/share_of_windows"] = float(measured.mean() / len(intact))
+    if losses.matmul_error_nats is not None:
+        summary["matmul/error_nats"] = losses.matmul_error_nats
+    return Ranking(tuple(rows), summary)
+
+
+def summarize(
+    effects: Effects, loss: TokenLoss, verdict_of: Sequence[str]
+) -> dict[str, float | int | str]:
+    """Return the headline numbers: the intact loss, and how many heads have which verdict."""
     counts = Counter(verdict_of)
-    summary = {
+    return {
         "baseline/nats_per_token": loss.nats_per_token,
         "baseline/perplexity": loss.perplexity,
         "baseline/perplexity_low": effects.ppl_intact_low,
         "baseline/perplexity_high": effects.ppl_intact_high,
         "baseline/bits_per_byte": loss.bits_per_byte,
-        "heads/num_measured": len(heads),
+        "heads/num_measured": len(verdict_of),
         **{f"heads/num_{verdict}": counts[verdict] for verdict in VERDICTS},
-        "heads/share_of_windows": float(measured.mean() / len(intact)),
         "intervals/method": effects.method,
-        "intervals/confidence": config.confidence,
+        "intervals/confidence": effects.confidence,
     }
-    if losses.matmul_error_nats is not None:
-        summary["matmul/error_nats"] = losses.matmul_error_nats
-    return Ranking(tuple(head_effects(heads, effects, verdict_of, measured, regression)), summary)
 
 
 def head_effects(

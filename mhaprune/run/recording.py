@@ -8,12 +8,14 @@ from typing import Any, TypeGuard
 
 from rich.console import Console
 
-from mhaprune.measure.measurer import OthersAtWork
+from mhaprune.measure.progress import Progress
 from mhaprune.review.console import say
+from mhaprune.review.progress import Terminal
 from mhaprune.review.report import write_report
 from mhaprune.run.config import HeadAtlasConfig, MeasureConfig, RankHeadsConfig, plain
+from mhaprune.run.measuring import OthersAtWork
 from mhaprune.run.prepare import Prepared, keep_manifest
-from mhaprune.run.tracking import Tracker, track
+from mhaprune.run.tracking import TrackedProgress, Tracker, track
 from mhaprune.tables.files import artifact_files, only_one, pictures_of, write_json
 from mhaprune.tables.manifest import is_finished
 from mhaprune.tables.private import hide_private
@@ -21,12 +23,17 @@ from mhaprune.tables.private import hide_private
 
 @dataclass(frozen=True)
 class Recording:
-    """A run that is going on in a directory; `tracker` is its run in W&B."""
+    """A run that is going on in a directory; `tracker` is its run in W&B.
+
+    `progress` is shown by both the `terminal` and W&B.
+    """
 
     config: MeasureConfig | HeadAtlasConfig
     prepared: Prepared
     directory: Path
     tracker: Tracker
+    terminal: Terminal
+    progress: Progress
 
     def finish(self, summary: Mapping[str, Any], tables: Mapping[str, Sequence[Any]]) -> None:
         """Write summary.json, the finished manifest and report.html; then tell W&B everything.
@@ -48,7 +55,7 @@ class Recording:
             pictures_of(self.directory),
             artifact_files(self.directory),
             weights_hash=self.prepared.loaded.weights_hash,
-            tokens_hash=self.prepared.tokens.hash,
+            tokens_hash=self.prepared.sample.tokens.hash,
         )
 
 
@@ -80,7 +87,9 @@ def recorded(
         say=lambda line: say(console, line),
     ) as tracker:
         try:
-            yield Recording(config, prepared, directory, tracker)
+            terminal = Terminal(console)
+            progress = Progress((terminal, TrackedProgress(tracker)))
+            yield Recording(config, prepared, directory, tracker, terminal, progress)
         except OthersAtWork as error:  # no failure: W&B is not to call it one
             unfinished = error
     if unfinished is not None:

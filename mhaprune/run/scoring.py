@@ -4,28 +4,28 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
-from jaxtyping import Float, Int
-from rich.console import Console
+from jaxtyping import Float
 
 from mhaprune.measure.baselines import Donors
-from mhaprune.measure.measurer import choose_engine, prepare_ablation, rows_at_once
+from mhaprune.measure.subject import Subject
 from mhaprune.model.heads import Head
-from mhaprune.review.console import print_scores, progress, say
+from mhaprune.review.console import print_scores
 from mhaprune.review.pictures import cost_against_agreement, save_png, score_heatmap, score_scatter
-from mhaprune.roles.atlas import write_atlas
-from mhaprune.run.config import MeasureConfig, RankHeadsConfig, plain
-from mhaprune.run.prepare import Prepared
+from mhaprune.run.atlas import keep_atlas
+from mhaprune.run.config import EvaluationConfig, RankHeadsConfig, plain
+from mhaprune.run.measuring import with_ablation
+from mhaprune.run.recording import Recording
 from mhaprune.scores.catalogue import SCORES
-from mhaprune.scores.estimate import Estimate, Subject
+from mhaprune.scores.estimate import Estimate
 from mhaprune.stats.agreement import rank_agreement, reliability
 from mhaprune.tables.csv_files import write_rows
 from mhaprune.tables.manifest import title_of
 from mhaprune.tables.rows import HeadScore, ScoreAgreement
+from mhaprune.text.sample import Sample
 
 REFERENCE = ("leave_one_out", "adaptive")  # measure the effect instead of estimating it
 CHEAP_PASSES = 5
@@ -74,38 +74,29 @@ def _what_else(annotation: Any, value: Any) -> str | None:
     return None if positive else "a list of numbers above 0"
 
 
-def make_subject(prepared: Prepared, heads: Sequence[Head], config: MeasureConfig) -> Subject:
-    """Return the heads on the evaluation text, against the ablation that is configured."""
-    rows = rows_at_once(prepared, config.evaluation)
-    return Subject(
-        prepared.loaded.model,
-        prepared.tokens.ids,
-        prepared.windows,
-        tuple(heads),
-        prepare_ablation(prepared, heads, config, rows),
-        rows,
-        choose_engine(prepared, config.evaluation),
-        config.seed,
-    )
-
-
-def on_calibration_text(subject: Subject, prepared: Prepared) -> Subject:
-    """Return the same question about the calibration text."""
-    windows = prepared.calibration_windows
-    if len(windows) < 4:
+def check_calibration(calibration: Sample) -> None:
+    """Raise ValueError where the calibration text is too short for scores and their halves."""
+    if len(calibration.windows) < 4:
         raise ValueError(
-            f"comparing scores takes at least 4 calibration windows, got {len(windows)}; raise "
-            f"evaluation.calibration_windows or use a longer calibration text"
+            f"comparing scores takes at least 4 calibration windows, got "
+            f"{len(calibration.windows)}; raise evaluation.calibration_windows or use a longer "
+            f"calibration text"
         )
-    return _with_own_donors(replace(subject, ids=prepared.calibration.ids, windows=windows))
+
+
+def on_calibration_text(subject: Subject, calibration: Sample) -> Subject:
+    """Return the same question about the calibration text; see `check_calibration`."""
+    check_calibration(calibration)
+    return _with_own_donors(replace(subject, sample=calibration))
 
 
 def _with_own_donors(subject: Subject) -> Subject:
     """Let each window's donor, if ablation takes donors, be the window after it: never itself."""
     if not isinstance(subject.ablation, Donors):
         return subject
-    windows = subject.windows
-    return replace(subject, ablation=Donors(subject.ids, (*windows[1:], windows[0])))
+    sample = subject.sample
+    first, *others = sample.windows
+    return replace(subject, ablation=Donors(sample.ids, (*others, first)))
 
 
 def compute_score(name: str, options: Mapping[str, Any], subject: Subject) -> Scored:
@@ -117,7 +108,11 @@ def compute_score(name: str, options: Mapping[str, Any], subject: Subject) -> Sc
     whole = SCORES[name](subject, **options)
     seconds = time.perf_counter() - start
     even, odd = (
-        replace(subject, windows=subject.windows[first::2], seed=subject.seed + 1 + first)
+        replace(
+            subject,
+            sample=replace(subject.sample, windows=subject.sample.windows[first::2]),
+            seed=subject.seed + 1 + first,
+        )
         for first in (0, 1)
     )
     halves = tuple(SCORES[name](_with_own_donors(half), **options) for half in (even, odd))
@@ -153,44 +148,42 @@ def write_scores(
 
 
 def score_and_rank(
-    prepared: Prepared,
-    heads: Sequence[Head],
-    config: RankHeadsConfig,
-    directory: Path,
-    console: Console,
-    log: Callable[[dict[str, int]], object] = lambda numbers: None,
+    recording: Recording, subject: Subject, config: RankHeadsConfig
 ) -> tuple[dict[str, Any], dict[str, Sequence[Any]], Callable[[], None]]:
     """Rank by an estimate: scores.csv. Returns summary, tables and what prints them."""
-    name, options = config.score.name, config.score.options
-    with progress(console, f"{name} of {len(heads)} heads"):
-        estimate = SCORES[name](make_subject(prepared, heads, config), **options)
-    log({"heads/done": len(heads)})
-    rows = write_scores(directory, {name: estimate}, heads, title_of(plain(config)))
+    name, options, progress = config.score.name, config.score.options, recording.progress
+    heads, calibration = subject.heads, recording.prepared.calibration
+    with recording.terminal.bar(f"{name} of {len(heads)} heads"):
+        subject = with_ablation(subject, calibration, config.ablation, progress)
+        progress.begin("score", 0)
+        estimate = SCORES[name](subject, **options)
+    progress.measured(len(heads), 1)
+    rows = write_scores(recording.directory, {name: estimate}, heads, title_of(plain(config)))
     summary = {"score/name": name, "score/forward_equivalents": estimate.forward_equivalents}
-    tell = partial(say, console)
-    write_atlas(directory, prepared, config.text, config.roles, config.seed, tell)
+    keep_atlas(recording, config.text, config.roles)
     summary |= {"heads/num_measured": len(heads)}
-    return summary, {"heads": rows}, lambda: print_scores(console, rows)
+    return summary, {"heads": rows}, lambda: print_scores(recording.terminal.console, rows)
 
 
 def agreement_row(
     scored: Scored,
-    heads: Sequence[Head],
+    subject: Subject,
     delta_nats: Float[np.ndarray, "head window"],
-    num_tokens: Int[np.ndarray, "window"],
-    blocks: Int[np.ndarray, "window"],
-    config: MeasureConfig,
+    config: EvaluationConfig,
     top_k: int,
 ) -> ScoreAgreement:
-    """Judge a score by the measured effects of the heads on the evaluation text."""
+    """Judge a score by the measured effects of the subject's heads on its sample."""
     found = rank_agreement(
-        *(scored.whole.at(heads), delta_nats, num_tokens, blocks),
+        scored.whole.at(subject.heads),
+        delta_nats,
+        subject.sample.num_tokens,
+        subject.sample.blocks,
         top_k=top_k,
-        confidence=config.evaluation.confidence,
-        num_resamples=min(config.evaluation.resamples, MOST_RESAMPLES),
-        seed=config.seed,
+        confidence=config.confidence,
+        num_resamples=min(config.resamples, MOST_RESAMPLES),
+        seed=subject.seed,
     )
-    first, second = (half.at(heads) for half in scored.halves)
+    first, second = (half.at(subject.heads) for half in scored.halves)
     return ScoreAgreement(
         score=scored.name,
         spearman=found.spearman,

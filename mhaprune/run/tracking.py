@@ -15,6 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
+from mhaprune.measure.progress import Progress
 from mhaprune.model.heads import Head
 
 FINISH_SECONDS = 600  # for the upload at the end: without a limit a lost network would hold it up
@@ -110,6 +111,26 @@ class Tracker:
             self._told |= news
             return False
         return True
+
+
+class TrackedProgress:
+    """Shows progress in W&B: `heads/done`, whenever it grows, and at each look `heads/settled`."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self._shown: dict[str, int] = {"heads/done": 0}
+
+    def show(self, progress: Progress) -> None:
+        now = {"heads/done": progress.heads_done}
+        if progress.heads_settled is not None:
+            now["heads/settled"] = progress.heads_settled
+        news = {name: count for name, count in now.items() if self._shown.get(name) != count}
+        if news:
+            self._shown |= news
+            self.tracker.log_progress(news)
+
+    def say(self, line: str) -> None:
+        """W&B shows numbers only."""
 
 
 @contextmanager

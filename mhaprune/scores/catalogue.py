@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from mhaprune.measure.adaptive import leave_one_out_adaptively
-from mhaprune.measure.leave_one_out import leave_one_out
 from mhaprune.scores.activation_norm import activation_norm
+from mhaprune.scores.adaptive import leave_one_out_adaptively
 from mhaprune.scores.attribution import attribution
 from mhaprune.scores.estimate import Estimate
 from mhaprune.scores.fisher import fisher
 from mhaprune.scores.gradient import gradient
 from mhaprune.scores.integrated_gradients import integrated_gradients
 from mhaprune.scores.learned_gates import learned_gates
+from mhaprune.scores.leave_one_out import leave_one_out
 from mhaprune.scores.random import random
 from mhaprune.scores.shapley import shapley
 

@@ -12,10 +12,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from experiments import prune_heads as program
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.run.config import PruneHeadsConfig, validate
 from mhaprune.run.launch import run_program
 from mhaprune.run.prepare import prepare
+from mhaprune.text.sample import window_batch
 
 SMALL = [
     *("heads=[L0H*,L3H*]", "dataset.num_stories=60", "evaluation.context_length=64"),

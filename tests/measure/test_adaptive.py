@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mhaprune.measure.adaptive import Look, leave_one_out_adaptively, measure_until_settled
-from mhaprune.measure.leave_one_out import Unit, leave_one_out
+from mhaprune.measure.adaptive import Look, measure_until_settled
+from mhaprune.measure.leave_one_out import Unit
 from mhaprune.model.heads import Head
+from mhaprune.scores.adaptive import leave_one_out_adaptively
+from mhaprune.scores.leave_one_out import leave_one_out
 from mhaprune.stats.control_variates import regression_effects
 from mhaprune.stats.effects import verdicts
 from mhaprune.text.windows import make_windows

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from mhaprune.measure.adaptive import measure_until_settled
 from mhaprune.measure.leave_one_out import Unit, assemble, measure, plan
+from mhaprune.measure.prediction import predict
 from mhaprune.model.heads import Head, select_heads
 from mhaprune.model.load import load_model
-from mhaprune.scores.attribution import predict
 from mhaprune.stats.control_variates import regression_effects
 from mhaprune.stats.effects import verdicts
 from mhaprune.text.stories import story_texts

@@ -10,10 +10,11 @@ import torch
 
 from mhaprune.measure.head_sets import SetUnit, measure_sets, plan_sets, set_losses
 from mhaprune.measure.leave_one_out import Unit, measure, num_rows, plan
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.gating import gates_of
 from mhaprune.model.heads import Head
+from mhaprune.text.sample import window_batch
 from tests.micro import double_model
 from tests.subjects import HEADS, KINDS, WINDOWS, all_nats, make_subject
 

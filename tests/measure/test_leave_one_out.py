@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from mhaprune.measure.baselines import mean_z
-from mhaprune.measure.leave_one_out import Donors, Unit, assemble, leave_one_out, measure, plan
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.leave_one_out import Donors, Unit, assemble, measure, plan
+from mhaprune.measure.perplexity import row_nats
+from mhaprune.measure.subject import Subject
 from mhaprune.model.heads import Head
-from mhaprune.scores.estimate import Subject
+from mhaprune.scores.leave_one_out import leave_one_out
+from mhaprune.text.sample import window_batch
 from mhaprune.text.windows import Window, make_windows
 from tests.micro import micro_gpt2, numpy_gpt2, numpy_nats, tiny_model, without_heads
 from tests.subjects import assert_same_estimate

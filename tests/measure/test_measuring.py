@@ -14,24 +14,23 @@ from tiny import make_config, make_place, other_calibration, other_weights
 
 from mhaprune.measure import measurer as measuring
 from mhaprune.measure.leave_one_out import Donors, Unit, plan
-from mhaprune.measure.measurer import (
-    Losses,
-    Measurer,
-    choose_engine,
-    measure_losses,
-    measurement_context,
-    num_rows,
-    prepare_ablation,
-    rows_at_once,
-)
+from mhaprune.measure.measurer import Losses, Measurer, num_rows
 from mhaprune.measure.optimal import optimal_z
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.measure.store import MeasurementStore
 from mhaprune.model.architectures import output_projections
 from mhaprune.model.heads import Head, select_heads
 from mhaprune.run.config import EvaluationConfig, RankHeadsConfig
+from mhaprune.run.measuring import (
+    choose_engine,
+    measure_losses,
+    measurement_context,
+    prepare_ablation,
+    rows_at_once,
+)
 from mhaprune.run.prepare import Prepared, prepare
 from mhaprune.run.ranking import rank
+from mhaprune.text.sample import window_batch
 from mhaprune.text.windows import Window
 
 ALL_HEADS = select_heads(["L*H*"], 2, 4)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mhaprune.measure.perplexity import IGNORED, TokenLoss, row_nats, target_nats, window_batch
+from mhaprune.measure.perplexity import TokenLoss, row_nats, target_nats
+from mhaprune.text.sample import IGNORED, window_batch
 from mhaprune.text.windows import Window, make_windows
 from tests.micro import every_architecture, micro_gpt2, tiny_model
 

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from mhaprune.measure import replay as replay_module
 from mhaprune.measure.leave_one_out import Donors, measure, plan
-from mhaprune.measure.perplexity import IGNORED, row_nats, target_nats, window_batch
+from mhaprune.measure.perplexity import row_nats, target_nats
 from mhaprune.measure.replay import Roll, Unembedding, repeat_rows, replay
 from mhaprune.model.architectures import REPLAYABLE, head_shape, replayable_blocks
 from mhaprune.model.gating import captured_z
 from mhaprune.model.heads import Head
 from mhaprune.model.load import load_model
+from mhaprune.text.sample import IGNORED, window_batch
 from mhaprune.text.windows import make_windows
 from tests.micro import micro_gpt2, tiny_model
 

@@ -20,7 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mhaprune.model.heads import Head
-from mhaprune.measure.leave_one_out import measure, plan
+from mhaprune.measure.leave_one_out import (measure, plan)
 from mhaprune.text.windows import make_windows
 
 torch.set_num_threads(1)

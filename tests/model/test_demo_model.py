@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
-from mhaprune.measure.measurer import measure_losses
 from mhaprune.model.heads import select_heads
 from mhaprune.model.load import DEMO_MODEL_DIR, LoadedModel, load_model, max_context
 from mhaprune.roles.patterns import induction_score, previous_token_score, repeated_random_tokens
@@ -24,6 +23,7 @@ from mhaprune.run.config import (
     RankHeadsConfig,
     TrackerConfig,
 )
+from mhaprune.run.measuring import measure_losses
 from mhaprune.run.prepare import prepare
 from mhaprune.run.ranking import rank
 from mhaprune.text.stories import CALIBRATION_SEED, EVALUATION_SEED, Story, stories

@@ -11,10 +11,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from mhaprune.measure.measurer import measure_losses
 from mhaprune.model.load import LoadedModel, load_model
 from mhaprune.roles.patterns import previous_token_score
 from mhaprune.run.config import CONF_DIR, RankHeadsConfig, plain, validate
+from mhaprune.run.measuring import measure_losses
 from mhaprune.run.prepare import Prepared, prepare
 from mhaprune.text import hub
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.model.heads import Head
 from mhaprune.prune.compaction import compact
 from mhaprune.prune.healing import LORA_RANK, heal
+from mhaprune.text.sample import window_batch
 from mhaprune.text.windows import make_windows
 from tests.micro import tiny_model
 from tests.tiny import tiny_gpt2

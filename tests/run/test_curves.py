@@ -13,7 +13,7 @@ import torch
 from mhaprune.measure import measurer as measuring
 from mhaprune.measure.baselines import mean_z
 from mhaprune.measure.measurer import Measurer
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.perplexity import row_nats
 from mhaprune.measure.store import MeasurementStore
 from mhaprune.model.architectures import output_projections
 from mhaprune.model.gating import gate_heads
@@ -37,6 +37,7 @@ from mhaprune.run.prepare import Prepared, prepare
 from mhaprune.scores.catalogue import SCORES
 from mhaprune.tables.csv_files import write_effects, write_rows
 from mhaprune.tables.rows import HeadEffect, HeadScore, Interaction
+from mhaprune.text.sample import window_batch
 from tests.micro import double_model, output_rows, without_heads
 from tests.subjects import HEADS, make_subject
 from tests.tiny import make_config, make_place

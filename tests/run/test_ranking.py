@@ -12,7 +12,6 @@ from scipy import stats
 from tiny import make_tokens, tiny_gpt2, tiny_tokenizer
 
 from mhaprune.measure.measurer import Losses
-from mhaprune.measure.perplexity import Protocol
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.heads import Head
 from mhaprune.model.load import LoadedModel
@@ -22,6 +21,7 @@ from mhaprune.run.prepare import Prepared
 from mhaprune.run.ranking import Ranking, rank, write_ranking
 from mhaprune.tables.csv_files import read_effects
 from mhaprune.tables.rows import HeadEffect
+from mhaprune.text.sample import Protocol
 from mhaprune.text.tokens import Tokens
 from mhaprune.text.windows import Window
 

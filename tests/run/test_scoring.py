@@ -10,6 +10,7 @@ from rich.console import Console
 from tiny import make_config, make_place
 
 from mhaprune.measure.baselines import Donors
+from mhaprune.measure.subject import Subject
 from mhaprune.model.heads import Head, select_heads
 from mhaprune.run.config import ScoreConfig
 from mhaprune.run.prepare import Prepared, prepare
@@ -26,7 +27,7 @@ from mhaprune.run.scoring import (
     write_scores,
 )
 from mhaprune.scores.catalogue import SCORES
-from mhaprune.scores.estimate import Estimate, Subject
+from mhaprune.scores.estimate import Estimate
 from mhaprune.tables.csv_files import read_rows
 from mhaprune.tables.rows import HeadScore, ScoreAgreement
 

@@ -17,12 +17,13 @@ from tiny import make_config, make_place
 from experiments import rank_heads as program
 from mhaprune.measure import measurer as measuring
 from mhaprune.measure.leave_one_out import Unit, plan
-from mhaprune.measure.measurer import Measurer, OthersAtWork, measure_losses
+from mhaprune.measure.measurer import Measurer, OthersAtWork
 from mhaprune.measure.store import MeasurementStore
 from mhaprune.model.heads import Head
 from mhaprune.review.report import refresh_index
 from mhaprune.run.config import RankHeadsConfig
 from mhaprune.run.launch import run_program
+from mhaprune.run.measuring import measure_losses
 from mhaprune.run.prepare import Prepared, prepare
 
 RESULTS = ("effects.csv", "summary.json", "roles.csv", "by_role.csv", "attention.npz")

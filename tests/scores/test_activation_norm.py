@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from mhaprune.measure.subject import Subject
 from mhaprune.model.architectures import output_projections
 from mhaprune.model.gating import captured_z
 from mhaprune.model.heads import Head
 from mhaprune.scores.activation_norm import activation_norm
-from mhaprune.scores.estimate import Subject
 from mhaprune.text.windows import Window
 from tests.micro import micro_gpt2, tiny_model
 from tests.subjects import WINDOWS, make_subject

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from mhaprune.measure.baselines import donor_z, mean_z
-from mhaprune.measure.leave_one_out import Ablation, Donors, Unit, leave_one_out, measure, plan
-from mhaprune.measure.perplexity import row_nats, window_batch
+from mhaprune.measure.leave_one_out import Ablation, Donors, Unit, measure, plan
+from mhaprune.measure.perplexity import row_nats
+from mhaprune.measure.prediction import predict
+from mhaprune.measure.subject import Subject
 from mhaprune.model.gating import gate_heads
 from mhaprune.model.heads import Head
 from mhaprune.scores import estimate
-from mhaprune.scores.attribution import attribution, predict
-from mhaprune.scores.estimate import Subject
+from mhaprune.scores.attribution import attribution
+from mhaprune.scores.leave_one_out import leave_one_out
+from mhaprune.text.sample import window_batch
 from mhaprune.text.windows import Window, make_windows
 from tests.micro import double_model, micro_gpt2, output_rows, tiny_model
 

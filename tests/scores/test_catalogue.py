@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mhaprune.measure.subject import Subject
 from mhaprune.model.heads import Head
 from mhaprune.scores.catalogue import SCORES
-from mhaprune.scores.estimate import Estimate, Subject
+from mhaprune.scores.estimate import Estimate
 from tests.micro import tiny_model
 from tests.subjects import HEADS, WINDOWS, assert_same_estimate, make_subject
 

@@ -6,18 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from mhaprune.measure.gradients import loss_and_slope, rows_for_gradients
 from mhaprune.model.heads import Head
 from mhaprune.scores import estimate
-from mhaprune.scores.estimate import (
-    Estimate,
-    batches,
-    estimate_rates,
-    loss_and_slope,
-    only,
-    rows_for_gradients,
-    slopes,
-    spread,
-)
+from mhaprune.scores.estimate import Estimate, batches, estimate_rates, only, slopes, spread
 from mhaprune.text.windows import Window
 from tests.micro import double_model, tiny_model
 from tests.subjects import (

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from mhaprune.measure.baselines import donor_z
 from mhaprune.measure.leave_one_out import Donors
+from mhaprune.measure.subject import Subject
 from mhaprune.model.architectures import output_projections
 from mhaprune.model.heads import Head
-from mhaprune.scores.estimate import Subject
 from mhaprune.scores.gradient import gradient
 from tests.micro import double_model
 from tests.subjects import KINDS, NUM_TOKENS, make_subject, slopes_by_differences

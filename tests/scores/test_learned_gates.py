@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from mhaprune.measure.subject import Subject
 from mhaprune.model.gating import gate_heads
 from mhaprune.model.heads import Head
-from mhaprune.scores.estimate import Subject
 from mhaprune.scores.learned_gates import (
     GateSweep,
     _hard_concrete,
