@@ -8,6 +8,7 @@ from mhaprune.measure.measurer import Measurer
 from mhaprune.measure.store import MeasurementStore
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.heads import select_heads
+from mhaprune.prune.summary import curve_points, removable_rows, summarize
 from mhaprune.review.console import (
     print_files,
     print_removable,
@@ -19,12 +20,9 @@ from mhaprune.review.console import (
 from mhaprune.review.report import refresh_index
 from mhaprune.run.config import PruneHeadsConfig, plain
 from mhaprune.run.curves import (
-    curve_points,
     make_orders,
     measure_curves,
     measure_interactions,
-    removable_rows,
-    summarize,
     write_curves,
 )
 from mhaprune.run.launch import run_program

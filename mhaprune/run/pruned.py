@@ -21,8 +21,9 @@ from mhaprune.prune.curves import Curve, make_curve
 from mhaprune.prune.export import Form, check_directory, export, model_card
 from mhaprune.prune.healing import Method, check_method, heal
 from mhaprune.prune.savings import measure_savings
+from mhaprune.prune.summary import curve_points, is_random
 from mhaprune.run.config import HealConfig, PruneHeadsConfig
-from mhaprune.run.curves import chosen_sets, curve_points, intervals, is_random, losses_of
+from mhaprune.run.curves import chosen_sets, intervals, losses_of
 from mhaprune.run.prepare import Prepared
 from mhaprune.tables.manifest import read_manifest
 from mhaprune.tables.rows import Saving
