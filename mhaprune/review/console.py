@@ -22,6 +22,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from mhaprune.tables.rows import HeadEffect, HeadScore, RoleEffect, Saving, ScoreAgreement
+
 VERDICT_STYLES = {
     "critical": "bold red",
     "useful": "yellow",
@@ -29,106 +31,6 @@ VERDICT_STYLES = {
     "harmful": "magenta",
     "undetermined": "dim",
 }
-
-
-@runtime_checkable
-class EffectRow(Interface):
-    """What is shown of a head."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def head(self) -> int: ...
-    @property
-    def effect_nats(self) -> float: ...
-    @property
-    def ci_low(self) -> float: ...
-    @property
-    def ci_high(self) -> float: ...
-    @property
-    def delta_ppl(self) -> float: ...
-    @property
-    def verdict(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_windows(self) -> int: ...
-    @property
-    def correlation(self) -> float | None: ...
-
-
-@runtime_checkable
-class RoleRow(Interface):
-    """What is shown of the heads of one role."""
-
-    @property
-    def role(self) -> str | None: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def mean_effect_nats(self) -> float: ...
-    @property
-    def num_critical(self) -> int: ...
-    @property
-    def num_redundant(self) -> int: ...
-    @property
-    def heads(self) -> str: ...
-
-
-@runtime_checkable
-class ScoreRow(Interface):
-    """What is shown of a head that was scored."""
-
-    @property
-    def score(self) -> str: ...
-    @property
-    def layer(self) -> int: ...
-    @property
-    def head(self) -> int: ...
-    @property
-    def value(self) -> float: ...
-    @property
-    def standard_error(self) -> float | None: ...
-
-
-@runtime_checkable
-class SavingRow(Interface):
-    """What is shown of a pruned model."""
-
-    @property
-    def num_removed(self) -> int: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def kv_bytes_per_token(self) -> int: ...
-    @property
-    def prefill_tokens_per_second(self) -> float: ...
-    @property
-    def decode_tokens_per_second(self) -> float: ...
-
-
-@runtime_checkable
-class AgreementRow(Interface):
-    """What is shown of a score."""
-
-    @property
-    def score(self) -> str: ...
-    @property
-    def spearman(self) -> float: ...
-    @property
-    def ci_low(self) -> float: ...
-    @property
-    def ci_high(self) -> float: ...
-    @property
-    def top_k_overlap(self) -> float: ...
-    @property
-    def sign_agreement(self) -> float: ...
-    @property
-    def reliability(self) -> float: ...
-    @property
-    def forward_equivalents(self) -> float: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 def quiet_third_parties() -> None:
@@ -190,7 +92,7 @@ def print_baseline(console: Console, summary: Mapping[str, float | int | str]) -
 
 
 def print_ranking(
-    console: Console, rows: Sequence[EffectRow], confidence: float = 0.95, count: int = 10
+    console: Console, rows: Sequence[HeadEffect], confidence: float = 0.95, count: int = 10
 ) -> None:
     """Print the `count` most important and most redundant heads, and how many have which verdict.
 
@@ -209,7 +111,7 @@ def print_ranking(
 
 
 def _print_heads(
-    console: Console, title: str, rows: Sequence[EffectRow], confidence: float
+    console: Console, title: str, rows: Sequence[HeadEffect], confidence: float
 ) -> None:
     adaptive = any(row.correlation is not None for row in rows)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -233,14 +135,14 @@ def _print_heads(
     console.print()
 
 
-def _measured_cells(row: EffectRow) -> list[str]:
+def _measured_cells(row: HeadEffect) -> list[str]:
     """Windows and correlation of a head that was measured adaptively, else its perplexity."""
     if row.correlation is None:
         return [f"{row.delta_ppl:+.3f}"]
     return [str(row.num_windows), f"{row.correlation:.2f}"]
 
 
-def print_scores(console: Console, rows: Sequence[ScoreRow], count: int = 10) -> None:
+def print_scores(console: Console, rows: Sequence[HeadScore], count: int = 10) -> None:
     """Print the `count` heads that score highest; rows are in that order."""
     say(console, f"Highest by {rows[0].score}, of {len(rows)} heads")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -255,7 +157,7 @@ def print_scores(console: Console, rows: Sequence[ScoreRow], count: int = 10) ->
     console.print()
 
 
-def print_agreement(console: Console, rows: Sequence[AgreementRow], confidence: float) -> None:
+def print_agreement(console: Console, rows: Sequence[ScoreAgreement], confidence: float) -> None:
     """Print how each score agrees with the measured effect, best first, within 80 columns."""
     title = "Agreement with the measured effect"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -291,7 +193,7 @@ def print_removable(console: Console, rows: Sequence[tuple[str, Sequence[str], s
     console.print()
 
 
-def print_savings(console: Console, rows: Sequence[SavingRow]) -> None:
+def print_savings(console: Console, rows: Sequence[Saving]) -> None:
     """Print what models with heads removed take, beside the intact one."""
     say(console, "What removing heads buys")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -309,7 +211,7 @@ def print_savings(console: Console, rows: Sequence[SavingRow]) -> None:
     console.print()
 
 
-def print_roles(console: Console, rows: Sequence[RoleRow]) -> None:
+def print_roles(console: Console, rows: Sequence[RoleEffect]) -> None:
     """Print what the heads of each role are worth, within 80 columns."""
     say(console, "Effects by role")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

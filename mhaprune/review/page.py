@@ -20,25 +20,17 @@ from urllib.parse import quote
 import numpy as np
 from jaxtyping import Float
 
-Rows = Sequence[Any]  # mappings or dataclasses that have, at least, the columns of their table
+from mhaprune.tables.rows import (
+    CurvePoint,
+    HeadEffect,
+    HeadRole,
+    HeadScore,
+    Interaction,
+    Saving,
+    ScoreAgreement,
+)
+from mhaprune.tables.tables import SHOWN
 
-COLUMNS = {
-    "effects": "layer head effect_nats ci_low ci_high delta_ppl verdict rank num_windows".split(),
-    "roles": "layer head role score".split(),
-    "scores": "score layer head value standard_error".split(),
-    "agreement": (
-        "score spearman ci_low ci_high kendall kendall_low kendall_high top_k_overlap "
-        "sign_agreement reliability forward_equivalents seconds"
-    ).split(),
-    "curves": "ordering direction num_removed perplexity ci_low ci_high".split(),
-    "interactions": (
-        "heads joint_nats sum_nats interaction_nats ci_low ci_high redundant_alone needed_together"
-    ).split(),
-    "savings": (
-        "num_removed num_parameters kv_bytes_per_token prefill_tokens_per_second "
-        "decode_tokens_per_second"
-    ).split(),
-}
 SCRIPTS = "dom data numbers colours tooltip selection table heatmap".split()
 PAGE_SCRIPTS = (
     "ranking effects heads scores agreement curve_plot curves attention_maps sentence attention"
@@ -58,10 +50,8 @@ class Viewer:
 class RunPage:
     """What one run found. A section appears on the page if the run has its rows.
 
-    `effects`, `scores`, `agreement`, `curves`, `interactions` and `savings` take the rows of the
-    CSV files of these names as they are (`COLUMNS` are the ones used); `roles` takes rows of layer,
-    head, role and score, role None for a head that has none; `removable` takes what
-    `curves.removable_rows` returns: order, counts at +1%, +5%, +10%, area. Nats are per token.
+    Of the rows the columns in `SHOWN` are drawn; `removable` is what `summary.removable_rows`
+    returns: order, counts at +1%, +5%, +10%, area. Nats are per token.
     """
 
     title: str
@@ -72,15 +62,15 @@ class RunPage:
     confidence: float = 0.95
     tolerance_nats: float = 0.01
     critical_nats: float = 0.05
-    effects: Rows = ()
-    roles: Rows = ()
-    scores: Rows = ()
-    agreement: Rows = ()
-    curves: Rows = ()
+    effects: Sequence[HeadEffect] = ()
+    roles: Sequence[HeadRole] = ()
+    scores: Sequence[HeadScore] = ()
+    agreement: Sequence[ScoreAgreement] = ()
+    curves: Sequence[CurvePoint] = ()
     ppl_intact: float | None = None
     removable: Sequence[tuple[str, Sequence[str], str]] = ()
-    interactions: Rows = ()
-    savings: Rows = ()
+    interactions: Sequence[Interaction] = ()
+    savings: Sequence[Saving] = ()
     viewer: Viewer | None = None
     protocol: str = ""
     config_yaml: str = ""
@@ -101,17 +91,17 @@ class IndexEntry:
     num_heads: int
     settings: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, float | int] = field(default_factory=dict)
-    effects: Rows = ()
+    effects: Sequence[HeadEffect] = ()
     tolerance_nats: float = 0.01
 
 
 def render_page(data: RunPage) -> str:
     """Return the page of one run as HTML.
 
-    Raises ValueError for NaN and infinity, rows that lack a column, heads that the model does not
-    have, curves without `ppl_intact` and a viewer whose patterns do not fit (`pack_patterns`).
+    Raises ValueError for NaN and infinity, heads that the model does not have, curves without
+    `ppl_intact` and a viewer whose patterns do not fit (`pack_patterns`).
     """
-    tables = {name: _table(name, getattr(data, name)) for name in COLUMNS}
+    tables = {name: _table(name, getattr(data, name)) for name in SHOWN}
     for name in ("effects", "roles", "scores"):
         _check_heads(name, tables[name], data.num_layers, data.num_heads)
     if data.curves and not (data.ppl_intact and data.ppl_intact > 0):
@@ -204,17 +194,10 @@ def _index_run(run: IndexEntry) -> dict[str, Any]:
     return drawn | {"href": quote(run.href), "effects": table}
 
 
-def _table(name: str, rows: Rows) -> dict[str, Any]:
+def _table(name: str, rows: Sequence[object]) -> dict[str, Any]:
     """Return columns and rows of a table; lists, as names in every row would double the page."""
-    columns = COLUMNS[name]
-    cells = []
-    for row in rows:
-        values = row if isinstance(row, Mapping) else vars(row)
-        missing = [column for column in columns if column not in values]
-        if missing:
-            raise ValueError(f"{name}: expected the columns {missing} too, got {list(values)}")
-        cells.append([values[column] for column in columns])
-    return {"columns": columns, "rows": cells}
+    cells = [[getattr(row, column) for column in SHOWN[name]] for row in rows]
+    return {"columns": SHOWN[name], "rows": cells}
 
 
 def _check_heads(name: str, table: dict[str, Any], num_layers: int, num_heads: int) -> None:

@@ -18,26 +18,8 @@ from mhaprune.tables.csv_files import read_rows
 from mhaprune.tables.files import only_one, write_atomically
 from mhaprune.tables.manifest import program_of, read_manifest, title_of
 from mhaprune.tables.private import hide_private
-from mhaprune.tables.rows import (
-    CurvePoint,
-    HeadEffect,
-    HeadRole,
-    HeadScore,
-    Interaction,
-    Row,
-    Saving,
-    ScoreAgreement,
-)
+from mhaprune.tables.tables import SHOWN, TABLES
 
-ROWS_OF = {
-    "effects": ("effects.csv", HeadEffect),
-    "roles": ("roles.csv", HeadRole),
-    "scores": ("scores.csv", HeadScore),
-    "agreement": ("agreement.csv", ScoreAgreement),
-    "curves": ("curve.csv", CurvePoint),
-    "interactions": ("interactions.csv", Interaction),
-    "savings": ("savings.csv", Saving),
-}
 NOT_IN_INDEX = ("intervals/", "heads/num_measured", "pruning/most_heads_at_")  # said otherwise
 
 
@@ -75,7 +57,7 @@ def read_page(directory: Path) -> RunPage:
         config_yaml=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         command=rerun_command(manifest),
         details=_details(manifest),
-        **{name: _rows(directory / file, kind) for name, (file, kind) in ROWS_OF.items()},
+        **{name: _rows(directory, name) for name in SHOWN},
     )
 
 
@@ -85,8 +67,9 @@ def rerun_command(manifest: Mapping[str, Any]) -> str:
     return shlex.join(["python", f"experiments/{Path(program).name}", *arguments])
 
 
-def _rows(path: Path, kind: type[Row]) -> list[Row]:
-    return read_rows(path, kind) if path.exists() else []
+def _rows(directory: Path, name: str) -> list[Any]:
+    path = directory / TABLES[name].file
+    return read_rows(path, TABLES[name].row_type) if path.exists() else []
 
 
 def _summary(directory: Path) -> dict[str, Any]:
@@ -221,7 +204,7 @@ def _entry(directory: Path, sweep: Path) -> Iterator[IndexEntry]:
         num_heads=manifest["num_heads"],
         settings=settings | {"state": "finished"},
         numbers=numbers,
-        effects=_rows(directory / "effects.csv", HeadEffect),
+        effects=_rows(directory, "effects"),
         tolerance_nats=manifest["config"]["evaluation"]["tolerance_nats"],
     )
 

@@ -31,18 +31,12 @@ from mhaprune.run.prepare import tokenize_texts
 from mhaprune.tables.csv_files import read_effects
 from mhaprune.tables.files import write_atomically
 from mhaprune.tables.manifest import program_of, read_manifest
+from mhaprune.tables.tables import TABLES
 
 PROGRAMS_DIR = CONF_DIR.parent / "experiments"
-TIMED = ("seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
-KEYS = {  # the columns that say what a row is about; rows of other files go by their numbers
-    "scores.csv": ("score", "layer", "head"),
-    "roles.csv": ("layer", "head"),
-    "agreement.csv": ("score",),
-    "curve.csv": ("ordering", "direction", "num_removed"),
-    "interactions.csv": ("heads",),
-    "savings.csv": ("num_removed",),
-}
-DERIVED = ("by_role.csv",)  # says nothing that effects.csv and roles.csv do not
+TIMED = {name for table in TABLES.values() for name in table.timed}
+KEYS = {table.file: table.keys for table in TABLES.values()}  # other rows go by their numbers
+DERIVED = {table.file for table in TABLES.values() if table.derived}
 ROUNDING = 0.01
 TABLE_RULE = (
     f"Other rows agree where their intervals overlap or, without intervals, where numbers differ "
@@ -67,7 +61,7 @@ def reproduce(directory: Path, out: Path | None, say: Say, tracker: str = "none"
     config = _read_yaml(directory / ".hydra" / "config.yaml", "model", "dataset", "tracker")
     hydra = _read_yaml(directory / ".hydra" / "hydra.yaml", "hydra")["hydra"]
     program = find_program(directory, manifest, hydra)
-    names = sorted({path.name for path in directory.glob("*.csv")} - {*DERIVED})
+    names = sorted({path.name for path in directory.glob("*.csv")} - DERIVED)
     if not names:
         raise ValueError(f"{directory} holds no results to compare: it has no CSV file")
     new = new_directory(directory, out)

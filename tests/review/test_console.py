@@ -1,6 +1,7 @@
 """The ranking in the terminal says what was measured, in lines that fit."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,41 +17,38 @@ from mhaprune.review.console import (
     progress,
     say,
 )
-from mhaprune.tables.rows import HeadScore, Saving, ScoreAgreement
+from mhaprune.tables.rows import HeadEffect, HeadScore, Saving, ScoreAgreement
 
 
-@dataclass(frozen=True)
-class Row:
-    layer: int
-    head: int
-    effect_nats: float
-    verdict: str
-    rank: int
-    ci_low: float = -0.25
-    ci_high: float = 0.125
-    delta_ppl: float = 1.5
-    num_windows: int = 64
-    correlation: float | None = None
+def effect(
+    layer: int, head: int, effect_nats: float, verdict: str, rank: int, **changes: float
+) -> HeadEffect:
+    interval = {"ci_low": -0.25, "ci_high": 0.125, "delta_ppl": 1.5, "num_windows": 64} | changes
+    others = ("ppl_ablated", "delta_ppl_low", "delta_ppl_high", "standard_error")
+    numbers: dict[str, Any] = dict.fromkeys(others, 0.0) | interval
+    return HeadEffect(layer, head, effect_nats, verdict=verdict, rank=rank, **numbers)
 
 
-CRITICAL = Row(11, 10, 9.87654, "critical", 1, 9.12345, 12.34567, 1234567.8926)
+CRITICAL = effect(
+    *(11, 10, 9.87654, "critical", 1), ci_low=9.12345, ci_high=12.34567, delta_ppl=1234567.8926
+)
 ROWS = [
-    Row(3, 0, 0.0011, "redundant", 9),
-    Row(1, 7, -0.0004, "redundant", 11),
-    Row(0, 2, 0.0007, "redundant", 10),
+    effect(3, 0, 0.0011, "redundant", 9),
+    effect(1, 7, -0.0004, "redundant", 11),
+    effect(0, 2, 0.0007, "redundant", 10),
     CRITICAL,
-    Row(5, 5, 0.5, "critical", 2),
-    Row(2, 1, 0.015, "useful", 3),
-    Row(2, 2, 0.014, "useful", 4),
-    Row(2, 3, 0.013, "useful", 5),
-    Row(2, 4, 0.012, "undetermined", 6),
-    Row(2, 5, 0.011, "undetermined", 7),
-    Row(2, 6, 0.010, "undetermined", 8),
-    Row(4, 4, -0.03, "harmful", 12),
+    effect(5, 5, 0.5, "critical", 2),
+    effect(2, 1, 0.015, "useful", 3),
+    effect(2, 2, 0.014, "useful", 4),
+    effect(2, 3, 0.013, "useful", 5),
+    effect(2, 4, 0.012, "undetermined", 6),
+    effect(2, 5, 0.011, "undetermined", 7),
+    effect(2, 6, 0.010, "undetermined", 8),
+    effect(4, 4, -0.03, "harmful", 12),
 ]
 
 
-def printed(rows: list[Row], confidence: float = 0.95, count: int = 10) -> list[str]:
+def printed(rows: list[HeadEffect], confidence: float = 0.95, count: int = 10) -> list[str]:
     console = Console(width=80)
     with console.capture() as capture:
         print_ranking(console, rows, confidence, count)

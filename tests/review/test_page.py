@@ -1,6 +1,7 @@
 """The report page holds its run's numbers, whatever the run's texts are made of."""
 
 import base64
+import dataclasses
 import json
 import math
 import re
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from jaxtyping import Float
 
 from mhaprune.review.page import (
-    COLUMNS,
     IndexEntry,
     RunPage,
     Viewer,
@@ -26,11 +26,13 @@ from mhaprune.review.page import (
 from mhaprune.tables.rows import (
     CurvePoint,
     HeadEffect,
+    HeadRole,
     HeadScore,
     Interaction,
     Saving,
     ScoreAgreement,
 )
+from mhaprune.tables.tables import SHOWN, TABLES
 
 NUM_LAYERS, NUM_HEADS = 4, 8
 SENTENCE = ["The", " cat", " sat", " on", " the", " mat", " because", " it", " was", " tired"]
@@ -156,11 +158,11 @@ def make_scores() -> list[HeadScore]:
     ]
 
 
-def make_roles() -> list[dict[str, Any]]:
+def make_roles() -> list[HeadRole]:
     roles = {(2, 3): ("previous token", 0.97), (3, 1): ("induction", 0.62)}
     roles |= {(0, 2): ("duplicate token", 0.55), (1, 6): ("sink", 0.91), (3, 4): ("induction", 0.5)}
     return [
-        {"layer": layer, "head": head, "role": role, "score": score}
+        HeadRole(layer, head, role, score, *[0.0] * 9)
         for layer in range(NUM_LAYERS)
         for head in range(NUM_HEADS)
         for role, score in [roles.get((layer, head), (None, None))]
@@ -268,12 +270,19 @@ def rows_of(table: dict[str, Any]) -> list[dict[str, Any]]:
 def test_every_number_of_every_table_comes_back_as_it_was():
     run = example_run()
     data = Reader(render_page(run)).data
-    for name, columns in COLUMNS.items():
-        rows = [row if isinstance(row, dict) else vars(row) for row in getattr(run, name)]
-        assert rows_of(data[name]) == [{key: row[key] for key in columns} for row in rows], name
+    for name, columns in SHOWN.items():
+        rows = [{key: getattr(row, key) for key in columns} for row in getattr(run, name)]
+        assert rows and rows_of(data[name]) == rows, name
     assert data["ppl_intact"] == run.ppl_intact
     assert data["removable"] == [list(row) for row in run.removable]
     assert data["viewer"]["tokens"] == SENTENCE
+
+
+def test_the_columns_of_a_table_are_fields_of_its_rows():
+    for name, table in TABLES.items():
+        fields = {field.name for field in dataclasses.fields(table.row_type)}
+        assert fields >= {*table.keys, *table.shown, *table.timed}, name
+        assert table.keys, name
 
 
 def test_hostile_texts_come_back_as_they_were_and_make_no_element():
@@ -393,11 +402,11 @@ def test_gpt2_xl_with_64_tokens_stays_under_8_megabytes():
     assert len(page.encode()) < 4_000_000
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, np.float32("nan")])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, np.float64("nan")])
 def test_what_is_not_finite_is_refused_and_said_where(bad: float):
-    row = vars(make_effects()[0]) | {"ci_low": bad}
-    with pytest.raises(ValueError, match=r"effects.rows\[0\]\[3\]: expected a finite number"):
-        render_page(replace(example_run(), effects=[row]))
+    row = replace(make_scores()[0], value=bad)
+    with pytest.raises(ValueError, match=r"scores.rows\[0\]\[3\]: expected a finite number"):
+        render_page(replace(example_run(), scores=[row]))
     patterns = np.full((NUM_LAYERS, NUM_HEADS, 1, 1), bad)
     with pytest.raises(ValueError, match="weights from 0 to 1"):
         render_page(replace(example_run(), viewer=Viewer(["a"], patterns)))
@@ -408,15 +417,14 @@ def test_what_is_not_finite_is_refused_and_said_where(bad: float):
 
 
 def test_numbers_of_numpy_are_numbers():
-    row = vars(make_effects()[0]) | {"layer": np.int64(1), "effect_nats": np.float32(0.5)}
+    row = replace(make_effects()[0], effect_nats=np.float64(0.5))
     [found] = rows_of(Reader(render_page(replace(example_run(), effects=[row]))).data["effects"])
-    assert (found["layer"], found["effect_nats"]) == (1, 0.5)
+    assert found["effect_nats"] == 0.5
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"effects": [{"layer": 0, "head": 0}]}, "effects: expected the columns"),
         ({"num_layers": 3, "viewer": None}, "expected a head of 3 layers x 8 heads, got L3H"),
         ({"ppl_intact": None}, "curves need the intact model's perplexity, got None"),
         ({"viewer": Viewer(["a"], np.ones((4, 8, 2, 2)))}, r"\(4, 8, 1, 1\) for 1 tokens, got"),

@@ -18,7 +18,7 @@ import yaml
 from tiny import make_place
 
 from experiments import compare_scores, head_atlas, prune_heads, rank_heads
-from mhaprune.review.page import COLUMNS, pack_patterns
+from mhaprune.review.page import pack_patterns
 from mhaprune.review.report import (
     read_page,
     refresh_index,
@@ -36,6 +36,7 @@ from mhaprune.run.config import (
 from mhaprune.run.launch import run_program
 from mhaprune.tables.files import write_json
 from mhaprune.tables.manifest import program_of
+from mhaprune.tables.tables import SHOWN
 
 TEXT = "</script><b>the cat's cat</b>"
 SCHEMAS = {
@@ -150,9 +151,9 @@ def test_every_table_of_the_page_is_that_of_the_file(finished, program):
         rows = []
         if name in HAVE[program]:
             with (finished[program] / file).open(newline="", encoding="utf-8") as opened:
-                rows = [[row[key] for key in COLUMNS[name]] for row in csv.DictReader(opened)]
+                rows = [[row[key] for key in SHOWN[name]] for row in csv.DictReader(opened)]
             assert rows, name
-        assert drawn[name]["columns"] == COLUMNS[name]
+        assert tuple(drawn[name]["columns"]) == SHOWN[name]
         assert [[cell(value) for value in row] for row in drawn[name]["rows"]] == rows, name
 
 
@@ -393,7 +394,7 @@ def test_each_run_of_the_index_has_its_own_numbers_and_effects(swept):
         assert run["numbers"]["num undetermined"] == summary["heads/num_undetermined"]
         assert (run["num_layers"], run["num_heads"], run["tolerance_nats"]) == (2, 4, 0.01)
         with (swept / run["name"] / "effects.csv").open(newline="") as file:
-            rows = [[row[key] for key in COLUMNS["effects"]] for row in csv.DictReader(file)]
+            rows = [[row[key] for key in SHOWN["effects"]] for row in csv.DictReader(file)]
         assert [[cell(value) for value in row] for row in run["effects"]["rows"]] == rows
     assert (failed["numbers"], failed["effects"]["rows"]) == ({}, [])
 
