@@ -16,6 +16,9 @@ Unit = tuple[str, int | None, tuple[int, ...], tuple[int, ...]]
 """What a measurement measured: (ablation, layer, heads, windows)."""
 
 
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would write two bytes for a newline
+
+
 def _canonical_json(obj: object) -> str:
     """One spelling for equal values: sorted keys, no spaces, shortest exact floats."""
     return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -128,7 +131,9 @@ class MeasurementStore:
 
     def _append_line(self, line: bytes) -> None:
         if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            self._descriptor = os.open(
+                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY, 0o666
+            )
         # Never truncate a torn line: another process may be writing it at this moment.
         data = line if self._ends_in_newline() else b"\n" + line
         if os.write(self._descriptor, data) != len(data):
@@ -139,8 +144,10 @@ class MeasurementStore:
 
     def _ends_in_newline(self) -> bool:
         assert self._descriptor is not None
-        num_bytes = os.fstat(self._descriptor).st_size
-        return num_bytes == 0 or os.pread(self._descriptor, 1, num_bytes - 1) == b"\n"
+        num_bytes = os.lseek(self._descriptor, 0, os.SEEK_END)  # appending goes by no position
+        if num_bytes:
+            os.lseek(self._descriptor, num_bytes - 1, os.SEEK_SET)
+        return num_bytes == 0 or os.read(self._descriptor, 1) == b"\n"
 
     def close(self) -> None:
         """Make the disk keep everything and let go of the file; a later append opens it again."""

@@ -6,12 +6,12 @@ operator that compiled models use. Where that is missing, or for other devices a
 run as they are, but for a tanh-GELU that is written out in elementwise steps.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
+import psutil
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def has_room_to_pack(model: nn.Module) -> bool:
 
 def physical_bytes() -> int:
     """Return how much memory the machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().total
 
 
 def fast_linears(module: nn.Module) -> Forwards:

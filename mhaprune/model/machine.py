@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import psutil
 import torch
 
 from mhaprune.model.architectures import head_shape
-from mhaprune.model.kernels import physical_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,12 +39,7 @@ def available_bytes(device: torch.device) -> int:
     """Return the memory that is free on a CUDA device, or else in the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return physical_bytes() // 2
+    return psutil.virtual_memory().available
 
 
 @contextmanager

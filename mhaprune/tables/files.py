@@ -1,13 +1,14 @@
 """The files of a result: each written whole, or not at all."""
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -45,21 +46,11 @@ def write_json(path: Path, obj: object) -> None:
 @contextmanager
 def only_one(path: Path) -> Iterator[None]:
     """Let one process at a time in; a process that dies lets the next one in."""
-    while True:
-        with path.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_at(path, file.fileno()):
-                continue  # it was removed by whoever was in before
-            yield
+    with FileLock(path):
+        yield
+        # whoever waits for the removed file finds so, and waits for the next one
+        with contextlib.suppress(PermissionError):  # Windows keeps what is open
             path.unlink(missing_ok=True)
-            return
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def artifact_files(directory: Path) -> list[Path]:

@@ -142,12 +142,11 @@ def test_packing_copies_and_only_where_onednn_multiplies():
     assert torch.equal(weight, torch.eye(3))
 
 
-@pytest.mark.parametrize(("pages", "room"), [(7, False), (8, True)])
+@pytest.mark.parametrize(("num_bytes", "room"), [(3199, False), (3200, True)])
 def test_weights_are_packed_where_they_take_an_eighth_of_the_memory_at_most(
-    monkeypatch, pages, room
+    monkeypatch, num_bytes, room
 ):
-    sizes = {"SC_PAGE_SIZE": 400, "SC_PHYS_PAGES": pages}
-    monkeypatch.setattr(kernels.os, "sysconf", sizes.get)
+    monkeypatch.setattr(kernels, "physical_bytes", lambda: num_bytes)
     assert kernels.has_room_to_pack(torch.nn.Linear(9, 10)) == room  # 100 numbers, 400 bytes
 
 

@@ -1,10 +1,9 @@
 """How many rows at once, by arithmetic; and settings of torch that come back as they were."""
 
-import os
-
 import pytest
 import torch
 
+from mhaprune.model.kernels import physical_bytes
 from mhaprune.model.machine import available_bytes, choose_rows, fast_matmul
 from tests.micro import tiny_model
 
@@ -46,8 +45,7 @@ def test_there_is_always_one_row(model, engine):
 
 
 def test_available_memory_is_some_and_no_more_than_the_machine_has():
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 2**20 < available_bytes(torch.device("cpu")) <= total
+    assert 2**20 < available_bytes(torch.device("cpu")) <= physical_bytes()
 
 
 def precisions() -> tuple[str | bool, str | bool]:

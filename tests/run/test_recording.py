@@ -239,7 +239,7 @@ def test_one_at_a_time_is_let_in(tmp_path):
 def test_whoever_fails_or_dies_inside_lets_the_next_one_in(tmp_path):
     with pytest.raises(ValueError, match="inside"), only_one(tmp_path / "lock"):
         raise ValueError("inside")
-    code = "import fcntl, os; fcntl.flock(open('lock', 'w'), fcntl.LOCK_EX); os._exit(1)"
+    code = "import filelock, os; lock = filelock.FileLock('lock'); lock.acquire(); os._exit(1)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 1
     with only_one(tmp_path / "lock"):
         pass
