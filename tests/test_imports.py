@@ -14,7 +14,7 @@ KNOWN_ONLY_BY = {
     "hydra": ("mhaprune.run", "experiments"),
     "omegaconf": ("mhaprune.run", "experiments"),
     "datasets": ("mhaprune.text.load",),
-    "huggingface_hub": ("mhaprune.text.hub",),
+    "huggingface_hub": ("mhaprune.text.hub", "mhaprune.prune.export"),
     "rich": ("mhaprune.review", "mhaprune.run", "mhaprune.cli", "experiments"),
     "matplotlib": ("mhaprune.review", "mhaprune.run"),
 }

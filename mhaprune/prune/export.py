@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from mhaprune.model.heads import Head
 
 if TYPE_CHECKING:
@@ -93,8 +95,11 @@ def model_card(
     """
     if not 0 <= chosen < len(curve):
         raise ValueError(f"expected chosen to be a row of the curve, 0 to {len(curve) - 1}")
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["pruned"]
+    )
     paragraphs = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- pruned\n---",
+        f"---\n{data.to_yaml()}\n---",
         f"# {base_model} without {len(heads)} of its {num_heads} attention heads",
         f"- Base model: {base_model}\n- sha256 of its weights: `{weights_hash}`\n"
         f"- Ablation: {ablation}\n- Protocol: {protocol}"
@@ -109,7 +114,7 @@ def model_card(
         "## Licence",
         f"These weights are derived from {base_model}; the base model's licence applies to them.",
     ]
-    return "\n\n".join(paragraphs) + "\n"
+    return str(ModelCard("\n\n".join(paragraphs) + "\n"))
 
 
 def _heads_by_layer(heads: Sequence[Head]) -> str:

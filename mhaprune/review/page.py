@@ -1,24 +1,24 @@
 """Results -> one HTML page that opens from disk: no network, no library, no second file.
 
 The page is static text (title, facts, protocol, settings) and, for what is drawn, the numbers as
-JSON beside plain JavaScript (`assets/`). Nothing that a run brings along is ever parsed as
-HTML: static text is escaped here, the scripts put text in as text, and a content security policy
-forbids the page to load or send anything.
+JSON beside plain JavaScript (`assets/`). Nothing that a run brings along is ever parsed as HTML:
+the templates escape texts, the scripts put text in as text, and a content security policy forbids
+the page to load or send anything.
 """
 
 import base64
-import html
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from string import Template
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from jaxtyping import Float
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from mhaprune.tables.rows import (
     CurvePoint,
@@ -121,15 +121,8 @@ def render_page(data: RunPage) -> str:
         "attention": ("Attention", data.viewer is not None),
         "about": ("About this run", True),
     }
-    present = {name: title for name, (title, rows) in sections.items() if rows}
-    body = [
-        _section(name, title, _about(data) if name == "about" else "")
-        for name, title in present.items()
-    ]
-    links = [f'<a href="#{name}">{title}</a>' for name, title in present.items()]
-    nav = f'<nav aria-label="Sections">{"".join(links)}</nav>'
-    header = _header(data.title, data.subtitle, data.facts)
-    return _document(data.title, header + nav, body, drawn, [*SCRIPTS, *PAGE_SCRIPTS, "page"])
+    present = [(name, title) for name, (title, rows) in sections.items() if rows]
+    return _render("page.html", [*SCRIPTS, *PAGE_SCRIPTS, "page"], present, drawn, **vars(data))
 
 
 def render_index(runs: Sequence[IndexEntry], title: str) -> str:
@@ -148,13 +141,14 @@ def render_index(runs: Sequence[IndexEntry], title: str) -> str:
         "number_names": list(dict.fromkeys(key for run in runs for key in run.numbers)),
         "runs": [_index_run(run) for run in runs],
     }
-    body = [_section("runs", "Runs", "")]
-    if any(run.effects for run in runs):
-        body.append(_section("maps", "Effects side by side", ""))
-    if same:
-        body.append(_section("same", "Settings that all runs share", _pairs(same, "details")))
-    header = _header(title, f"{len(runs)} runs", ())
-    return _document(title, header, body, drawn, [*SCRIPTS, "index"])
+    sections = {
+        "runs": ("Runs", True),
+        "maps": ("Effects side by side", any(run.effects for run in runs)),
+        "same": ("Settings that all runs share", same),
+    }
+    present = [(name, heading) for name, (heading, rows) in sections.items() if rows]
+    said = {"title": title, "subtitle": f"{len(runs)} runs", "facts": (), "same": same}
+    return _render("index.html", [*SCRIPTS, "index"], present, drawn, **said)
 
 
 def pack_patterns(patterns: Float[np.ndarray, "layer head query key"]) -> str:
@@ -211,21 +205,39 @@ def _check_heads(name: str, table: dict[str, Any], num_layers: int, num_heads: i
             )
 
 
-def _document(
-    title: str, top: str, sections: Sequence[str], drawn: dict[str, Any], scripts: Sequence[str]
+def _render(
+    template: str,
+    scripts: Sequence[str],
+    sections: Sequence[tuple[str, str]],
+    drawn: Mapping[str, Any],
+    **said: Any,
 ) -> str:
-    return Template(_asset("page.html")).substitute(
-        title=_escape(title),
-        style=_asset("page.css"),
-        top=top,
-        sections="\n".join(sections),
-        data=_json(drawn),
-        script="\n".join(_asset(f"{name}.js") for name in scripts),
+    """Fill a template with texts (`said`), sections (name, heading) and what the scripts draw."""
+    return PAGES.get_template(template).render(
+        **said, asset=_asset, scripts=scripts, sections=sections, drawn=Markup(_json(drawn))
     )
 
 
-def _asset(name: str) -> str:
-    return resources.files("mhaprune.review").joinpath("assets", name).read_text(encoding="utf-8")
+def _asset(name: str) -> Markup:
+    asset = resources.files("mhaprune.review").joinpath("assets", name)
+    return Markup(asset.read_text(encoding="utf-8"))
+
+
+def _whole(value: object) -> object:
+    """Return text whose halves of surrogate pairs, which no file can hold, are U+FFFD."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+PAGES = Environment(
+    loader=PackageLoader("mhaprune.review", "assets"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_whole,
+    trim_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def _json(value: object) -> str:
@@ -244,39 +256,3 @@ def _finite(value: Any, where: str) -> Any:
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(f"{where}: expected a finite number, got {plain}")
     return plain
-
-
-def _escape(text: str) -> str:
-    """Return text for HTML; half of a surrogate pair, which no file can hold, becomes U+FFFD."""
-    return html.escape(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-
-def _section(name: str, title: str, content: str) -> str:
-    heading = f'<h2 id="{name}-title">{title}</h2>'
-    return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{content}</section>'
-
-
-def _header(title: str, subtitle: str, facts: Sequence[tuple[str, str]]) -> str:
-    below = f"<p>{_escape(subtitle)}</p>" if subtitle else ""
-    return f"<header><h1>{_escape(title)}</h1>{below}{_pairs(facts, 'facts')}</header>"
-
-
-def _pairs(pairs: Sequence[tuple[str, str]], kind: str) -> str:
-    items = [f"<div><dt>{_escape(a)}</dt><dd>{_escape(b)}</dd></div>" for a, b in pairs]
-    return f'<dl class="{kind}">{"".join(items)}</dl>' if items else ""
-
-
-def _about(data: RunPage) -> str:
-    """Return what the numbers depend on and how to get them again; text, for want of numbers."""
-    parts = []
-    if data.protocol:
-        parts.append(f"<h3>Protocol</h3><p>{_escape(data.protocol)}</p>")
-    if data.command:
-        code = f'<pre id="command" tabindex="0"><code>{_escape(data.command)}</code></pre>'
-        button = '<button type="button" id="copy">Copy</button>'
-        parts.append(f'<h3>Run it again</h3><div class="command">{code}{button}</div>')
-    parts.append(_pairs(data.details, "details"))
-    if data.config_yaml:
-        code = f'<pre tabindex="0"><code>{_escape(data.config_yaml)}</code></pre>'
-        parts.append(f"<details><summary>The whole configuration</summary>{code}</details>")
-    return "".join(parts)
