@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mhaprune.review.console import quiet_third_parties, say
-from mhaprune.review.report import runs_below, write_index, write_report
+from mhaprune.review.index import runs_below, write_index
+from mhaprune.review.report import write_report
 from mhaprune.run.comparing import compare_runs, print_comparisons
 from mhaprune.run.launch import plain_exits
 from mhaprune.run.reproducing import reproduce

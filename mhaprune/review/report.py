@@ -1,9 +1,8 @@
-"""A run's files -> report.html; a sweep's runs -> index.html. Reads nothing but files."""
+"""A run's files -> report.html. Reads nothing but files."""
 
 import json
-import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,13 @@ import yaml
 
 from mhaprune.prune.curves import INCREASES
 from mhaprune.prune.summary import is_random, removable_rows
-from mhaprune.review.page import IndexEntry, RunPage, Viewer, render_index, render_page
+from mhaprune.review.page import RunPage, Viewer, render_page
 from mhaprune.roles.atlas import saved_sentence
 from mhaprune.stats.effects import VERDICTS
 from mhaprune.tables.csv_files import read_rows
-from mhaprune.tables.files import only_one, write_atomically
+from mhaprune.tables.files import write_atomically
 from mhaprune.tables.manifest import program_of, read_manifest, title_of
-from mhaprune.tables.private import hide_private
 from mhaprune.tables.tables import SHOWN, TABLES
-
-NOT_IN_INDEX = ("intervals/", "heads/num_measured", "pruning/most_heads_at_")  # said otherwise
 
 
 def write_report(directory: Path) -> Path:
@@ -38,7 +34,7 @@ def read_page(directory: Path) -> RunPage:
     manifest = read_manifest(directory)
     if "protocol_line" not in manifest:
         raise ValueError(f"{directory} was made by an older version, without what a page shows")
-    summary = _summary(directory)
+    summary = read_summary(directory)
     config = manifest["config"]
     evaluation, sentence = config["evaluation"], saved_sentence(directory)
     return RunPage(
@@ -57,7 +53,7 @@ def read_page(directory: Path) -> RunPage:
         config_yaml=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         command=rerun_command(manifest),
         details=_details(manifest),
-        **{name: _rows(directory, name) for name in SHOWN},
+        **{name: table_of(directory, name) for name in SHOWN},
     )
 
 
@@ -67,12 +63,14 @@ def rerun_command(manifest: Mapping[str, Any]) -> str:
     return shlex.join(["python", f"experiments/{Path(program).name}", *arguments])
 
 
-def _rows(directory: Path, name: str) -> list[Any]:
+def table_of(directory: Path, name: str) -> list[Any]:
+    """Return the rows of one of a run's `TABLES`; none where it has no such file."""
     path = directory / TABLES[name].file
     return read_rows(path, TABLES[name].row_type) if path.exists() else []
 
 
-def _summary(directory: Path) -> dict[str, Any]:
+def read_summary(directory: Path) -> dict[str, Any]:
+    """Return the numbers of a run; none where there is no summary.json."""
     path = directory / "summary.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -112,113 +110,3 @@ def _details(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((name.replace("_", " "), str(manifest[name])) for name in names),
         *((name, version or "not installed") for name, version in manifest["versions"].items()),
     ]
-
-
-# ---- sweeps
-
-
-def write_index(sweep: Path) -> Path:
-    """Write index.html of the runs below a sweep's directory, finished or not; return its path.
-
-    Raises ValueError where there is no run.
-    """
-    entries = [entry for directory in runs_below(sweep) for entry in _entry(directory, sweep)]
-    if not entries:
-        raise ValueError(f"no run below {sweep}: expected directories with a manifest.json")
-    path = sweep / "index.html"
-    write_atomically(path, render_index(entries, f"Sweep {sweep.name}"))
-    return path
-
-
-def refresh_index(directory: Path) -> None:
-    """Write the index of the sweep that a job's directory belongs to, if it belongs to one.
-
-    Jobs end side by side: the last to write it has to be the last to read what it shows.
-    """
-    if (directory.parent / "multirun.yaml").exists():
-        with only_one(directory.parent / ".indexing"):
-            write_index(directory.parent)
-
-
-def runs_below(sweep: Path) -> list[Path]:
-    """Return the run directories of a sweep, in the order of their job numbers.
-
-    Those of jobs that work on a shard, in a directory that they share, are left out.
-    """
-    found = [
-        path
-        for path in sweep.iterdir()
-        if (path / ".hydra" / "config.yaml").is_file() and not _works_elsewhere(path)
-    ]
-    return sorted(found, key=lambda path: (_job_number(path.name), path.name))
-
-
-def _works_elsewhere(directory: Path) -> bool:
-    if (directory / "manifest.json").exists() or (directory / "failed.json").exists():
-        return False
-    return _saved_config(directory).get("shard", {}).get("count", 1) > 1
-
-
-def _saved_config(directory: Path) -> dict[str, Any]:
-    """Return what a job was started with; nothing as long as Hydra is still writing it."""
-    text = (directory / ".hydra" / "config.yaml").read_text(encoding="utf-8")
-    try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _job_number(name: str) -> int:
-    digits = name.partition("_")[0]
-    return int(digits) if digits.isdigit() else -1
-
-
-def _entry(directory: Path, sweep: Path) -> Iterator[IndexEntry]:
-    failure = directory / "failed.json"
-    settings = _settings(hide_private(_saved_config(directory)))
-    try:
-        manifest = read_manifest(directory)
-    except ValueError:
-        state = "not finished"
-        if failure.exists():
-            state = f"failed: {json.loads(failure.read_text(encoding='utf-8'))['error']}"
-        yield IndexEntry(directory.name, directory.name, 1, 1, settings | {"state": state})
-        return
-    summary = _summary(directory)
-    numbers = {
-        re.sub("[_/]", " ", name.split("/", 1)[-1]): value
-        for name, value in summary.items()
-        if isinstance(value, int | float) and not name.startswith(NOT_IN_INDEX)
-    }
-    for increase in INCREASES:
-        counts = summary.get(f"heads_removed_at_{increase}", {})
-        best = [count for name, count in counts.items() if not is_random(name)]
-        if best:
-            numbers[f"heads that go at +{increase.removesuffix('pct')}%"] = max(best)
-    page = (directory / "report.html").relative_to(sweep)
-    yield IndexEntry(
-        name=directory.name,
-        href=page.as_posix(),
-        num_layers=manifest["num_layers"],
-        num_heads=manifest["num_heads"],
-        settings=settings | {"state": "finished"},
-        numbers=numbers,
-        effects=_rows(directory, "effects"),
-        tolerance_nats=manifest["config"]["evaluation"]["tolerance_nats"],
-    )
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return every setting by its dotted name; the index shows those in which the runs differ."""
-    found: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        elif not prefix.startswith("tracker"):
-            found[prefix] = str(value)
-
-    walk("", config)
-    return found

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mhaprune.review.console import print_files, print_heads_by_role, quiet_third_parties, say
-from mhaprune.review.report import refresh_index
+from mhaprune.review.index import refresh_index
 from mhaprune.roles.atlas import heads_by_role, write_atlas
 from mhaprune.run.config import HeadAtlasConfig
 from mhaprune.run.launch import run_program

@@ -8,7 +8,7 @@ from mhaprune.measure.measurer import measure_losses
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.heads import select_heads
 from mhaprune.review.console import print_agreement, print_files, progress, quiet_third_parties, say
-from mhaprune.review.report import refresh_index
+from mhaprune.review.index import refresh_index
 from mhaprune.run.config import CompareScoresConfig
 from mhaprune.run.launch import run_program
 from mhaprune.run.prepare import prepare

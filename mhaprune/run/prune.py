@@ -17,7 +17,7 @@ from mhaprune.review.console import (
     quiet_third_parties,
     say,
 )
-from mhaprune.review.report import refresh_index
+from mhaprune.review.index import refresh_index
 from mhaprune.run.config import PruneHeadsConfig, plain
 from mhaprune.run.curves import (
     make_orders,

@@ -75,7 +75,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     """Read any CSV file with a header: a dict for each row.
 
     A column is of integers, of floats, of truth values (True, False), or else of text, whichever
-    comes first that fits each of its cells; an empty cell is None. So what `results.write_rows`
+    comes first that fits each of its cells; an empty cell is None. So what `write_rows`
     wrote comes back, of whichever kind. Raises ValueError for rows of different lengths.
     """
     with path.open(newline="", encoding="utf-8") as file:

@@ -18,15 +18,9 @@ import yaml
 from tiny import make_place
 
 from experiments import compare_scores, head_atlas, prune_heads, rank_heads
+from mhaprune.review.index import refresh_index, runs_below, write_index
 from mhaprune.review.page import pack_patterns
-from mhaprune.review.report import (
-    read_page,
-    refresh_index,
-    rerun_command,
-    runs_below,
-    write_index,
-    write_report,
-)
+from mhaprune.review.report import read_page, rerun_command, write_report
 from mhaprune.run.config import (
     CompareScoresConfig,
     HeadAtlasConfig,

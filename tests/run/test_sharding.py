@@ -20,7 +20,7 @@ from mhaprune.measure.leave_one_out import Unit, plan
 from mhaprune.measure.measurer import Measurer, OthersAtWork, measure_losses
 from mhaprune.measure.store import MeasurementStore
 from mhaprune.model.heads import Head
-from mhaprune.review.report import refresh_index
+from mhaprune.review.index import refresh_index
 from mhaprune.run.config import RankHeadsConfig
 from mhaprune.run.launch import run_program
 from mhaprune.run.prepare import Prepared, prepare
