@@ -14,6 +14,7 @@ from tiny import make_place
 
 from experiments import rank_heads
 from mhaprune import cli
+from mhaprune.run import reproducing, syncing
 from mhaprune.run.config import CONF_DIR, RankHeadsConfig
 from mhaprune.run.launch import run_program
 from mhaprune.tables.files import write_json
@@ -139,7 +140,7 @@ def test_reproduce_ends_with_1_where_the_numbers_are_not_the_same(
         say("it [b]said[/b] so")
         return agrees
 
-    monkeypatch.setattr(cli, "reproduce", reproduce)
+    monkeypatch.setattr(reproducing, "reproduce", reproduce)
     assert command("reproduce", "a/run") == (code, ["it [b]said[/b] so"], [])
     assert command("reproduce", "a/run", "--out", "new")[0] == code
     assert asked == [(Path("a/run"), None), (Path("a/run"), Path("new"))]
@@ -164,7 +165,7 @@ def test_sync_goes_on_after_a_run_that_was_not_taken_and_ends_with_1(command, mo
         asked.append((run, mode))
         return run.name != "a"
 
-    monkeypatch.setattr(cli, "sync_run", sync_run)
+    monkeypatch.setattr(syncing, "sync_run", sync_run)
     assert command("sync", "a", "b") == (1, [], [])
     assert asked == [(Path("a"), "online"), (Path("b"), "online")]
     assert command("sync", "--offline", "b") == (0, [], [])
@@ -208,13 +209,14 @@ def test_a_command_line_that_is_none_ends_with_the_usage_and_exit_code_2(command
     assert "error: " in errors[-1]
 
 
-def test_help_names_every_command_and_every_command_has_its_own(command):
+def test_help_names_every_command_in_a_line_and_every_command_has_its_own(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, lines, errors = command("--help")
     assert (code, errors) == (0, [])
-    words = " ".join(lines)
-    assert words.startswith("usage: mhaprune [-h] COMMAND ...")
+    assert lines[0] == "usage: mhaprune [-h] [-V] COMMAND ..."
+    listed = [line.split()[0] for line in lines if line.startswith("    ")]
+    assert listed == [*cli.PROGRAMS, *cli.COMMANDS]
     for name in cli.COMMANDS:
-        assert f"    {name} " in words
         assert command(name, "--help")[1][0].startswith(f"usage: mhaprune {name} [-h]")
 
 

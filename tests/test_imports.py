@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-ROOMS = "tables text model stats measure scores prune roles review run cli".split()
+ROOMS = "tables text model stats measure scores prune roles review run cli __main__".split()
 KNOWN_ONLY_BY = {
     "wandb": ("mhaprune.run",),
     "hydra": ("mhaprune.run", "experiments"),
@@ -110,7 +110,7 @@ def test_the_modules_that_were_read_are_the_library():
     assert {room_of(name) for name in LIBRARY} == {"", *ROOMS}
 
 
-@pytest.mark.parametrize("room", ROOMS[:-1])
+@pytest.mark.parametrize("room", ROOMS[:-2])
 def test_a_room_says_in_a_few_lines_what_lives_there(room):
     docstring = ast.get_docstring(ast.parse(LIBRARY[f"mhaprune.{room}"][1]))
     assert docstring is not None

@@ -16,7 +16,7 @@ from mhaprune.run.curves import is_random, removable_rows
 from mhaprune.stats.effects import VERDICTS
 from mhaprune.tables.csv_files import read_rows
 from mhaprune.tables.files import only_one, write_atomically
-from mhaprune.tables.manifest import program_of, read_manifest, title_of
+from mhaprune.tables.manifest import program_of, read_manifest, split_command, title_of
 from mhaprune.tables.private import hide_private
 from mhaprune.tables.rows import (
     CurvePoint,
@@ -80,9 +80,10 @@ def read_page(directory: Path) -> RunPage:
 
 
 def rerun_command(manifest: Mapping[str, Any]) -> str:
-    """Return the command line that the run was started with, to be run in a checkout."""
-    program, *arguments = manifest["command"]
-    return shlex.join(["python", f"experiments/{Path(program).name}", *arguments])
+    """Return the command line that the run was started with; experiments/*.py in a checkout."""
+    started, arguments = split_command(manifest["command"])
+    in_checkout = ["python", f"experiments/{Path(started[0]).name}"]
+    return shlex.join([*(started if len(started) == 2 else in_checkout), *arguments])
 
 
 def _rows(path: Path, kind: type[Row]) -> list[Row]:

@@ -5,13 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel conf/ lies in the package, in a checkout beside it.
+CONF_DIR = next(place for place in (PACKAGE / "conf", PACKAGE.parent / "conf") if place.is_dir())
 
 Schema = TypeVar("Schema")
+MISTAKES = (ValueError, OSError, HydraException, OmegaConfBaseException)  # of a user
 EXTRA_OF_LAUNCHER = {
     "joblib": "joblib",
     "submitit_local": "slurm",

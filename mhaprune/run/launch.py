@@ -4,6 +4,7 @@ A program gets a validated dataclass and its run directory. Whatever is wrong wi
 is one line and exit code 2; a job of a sweep that fails does not stop the others.
 """
 
+import argparse
 import hashlib
 import os
 import sys
@@ -14,34 +15,14 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from mhaprune.measure.measurer import OthersAtWork
 from mhaprune.run.config import CONF_DIR, Schema, one_line, validate
+from mhaprune.run.exits import plain_exits
 from mhaprune.tables.files import write_atomically, write_json
-
-
-@contextmanager
-def plain_exits(directory: Path | None = None) -> Iterator[None]:
-    """Turn a user's mistake into one line and exit code 2, an interruption into 130.
-
-    `directory` is that of the run, if there is one yet. With MHAPRUNE_TRACEBACK set, a mistake is
-    raised as it is.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        resume = f"; go on with: {sys.argv[0]} resume={directory}" if directory else ""
-        print(f"interrupted; what was measured is kept{resume}", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        if os.environ.get("MHAPRUNE_TRACEBACK"):
-            raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+from mhaprune.tables.manifest import split_command
 
 
 def run_program(
@@ -74,7 +55,7 @@ def run_program(
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing and exiting
     with plain_exits():
-        arguments = sys.argv[1:]
+        started, arguments = split_command(sys.argv)
         resumed = [argument for argument in arguments if argument.startswith("resume=")]
         if resumed:
             directory = resumed_directory(resumed[0].removeprefix("resume="), arguments)
@@ -89,9 +70,11 @@ def run_program(
                 task(validate(own, schema), directory)
         else:
             refuse_used_directory(arguments)
-            sys.argv[1:] = with_shards(arguments)
-            command = list(sys.argv)
-            conf = snapshot(CONF_DIR, Path("runs") / ".conf") if is_sweep(arguments) else CONF_DIR
+            arguments, conf = with_shards(arguments), CONF_DIR
+            command = [*started, *arguments]
+            if is_sweep(arguments):
+                conf, arguments = keep_conf(arguments, Path("runs") / ".conf")
+            sys.argv = [" ".join(started), *arguments]  # from where Hydra reads them
             start = hydra.main(version_base="1.3", config_path=str(conf), config_name=config_name)
             start(run)()
 
@@ -170,6 +153,20 @@ def shared_directory(config: Mapping[str, Any], directory: Path) -> Path:
     return place
 
 
+def keep_conf(arguments: Sequence[str], into: Path) -> tuple[Path, list[str]]:
+    """Copy all configuration files of a sweep; return where they are, and arguments saying so.
+
+    `--config-dir`, Hydra's option for the user's own files, then names the copy of these.
+    """
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--config-dir", "-cd", type=Path)
+    own, others = options.parse_known_args(arguments)
+    conf = snapshot(CONF_DIR, into)
+    if own.config_dir is None or not own.config_dir.is_dir():  # the latter Hydra complains about
+        return conf, list(arguments)
+    return conf, ["--config-dir", str(snapshot(own.config_dir, into)), *others]
+
+
 def snapshot(conf: Path, into: Path) -> Path:
     """Copy the configuration files to a directory named after their content, and return it.
 
@@ -181,6 +178,7 @@ def snapshot(conf: Path, into: Path) -> Path:
     place = into.resolve() / name
     if not place.exists():
         temporary = place.with_name(f".{name}.{os.getpid()}.tmp")
+        temporary.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
             (temporary / path).parent.mkdir(parents=True, exist_ok=True)
             (temporary / path).write_bytes(content)

@@ -26,13 +26,12 @@ from mhaprune.run.comparing import (
     pair_effects,
     what_differs,
 )
-from mhaprune.run.config import CONF_DIR, DatasetConfig, ModelConfig, plain, validate
+from mhaprune.run.config import DatasetConfig, ModelConfig, plain, validate
 from mhaprune.run.prepare import tokenize_texts
 from mhaprune.tables.csv_files import read_effects
 from mhaprune.tables.files import write_atomically
-from mhaprune.tables.manifest import program_of, read_manifest
+from mhaprune.tables.manifest import PROGRAMS, program_of, read_manifest
 
-PROGRAMS_DIR = CONF_DIR.parent / "experiments"
 TIMED = ("seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
 KEYS = {  # the columns that say what a row is about; rows of other files go by their numbers
     "scores.csv": ("score", "layer", "head"),
@@ -74,7 +73,7 @@ def reproduce(directory: Path, out: Path | None, say: Say, tracker: str = "none"
     place = starting_place(hydra, say)
     with contextlib.chdir(place):
         check_inputs(config, manifest)
-    say(f"Running {program.name} again with the configuration of {directory}, in {new}")
+    say(f"Running {program} again with the configuration of {directory}, in {new}")
     keep_config(new, config, program, place, tracker, say)
     rerun(program, new, place)
     agree = compare_tables(directory, new, names, say)
@@ -84,13 +83,15 @@ def reproduce(directory: Path, out: Path | None, say: Say, tracker: str = "none"
     return agree
 
 
-def find_program(directory: Path, manifest: Mapping[str, Any], hydra: Mapping[str, Any]) -> Path:
+def find_program(directory: Path, manifest: Mapping[str, Any], hydra: Mapping[str, Any]) -> str:
     """Return the program of a run, by its command or else by the name of its Hydra job."""
-    names = [f"{program_of(manifest)}.py", f"{hydra['job']['name']}.py"]
+    names = [program_of(manifest), hydra["job"]["name"]]
     for name in names:
-        if (PROGRAMS_DIR / name).is_file():
-            return PROGRAMS_DIR / name
-    raise ValueError(f"{directory} was made by {names[0]}, which is not in {PROGRAMS_DIR}")
+        if name in PROGRAMS.values():
+            return name
+    raise ValueError(
+        f"{directory} was made by {names[0]}, which is none of {', '.join(PROGRAMS.values())}"
+    )
 
 
 def starting_place(hydra: Mapping[str, Any], say: Say) -> Path:
@@ -152,7 +153,7 @@ def _first_set(group: str, values: Mapping[str, Any], keys: Sequence[str]) -> st
 
 
 def keep_config(
-    new: Path, config: Mapping[str, Any], program: Path, place: Path, tracker: str, say: Say
+    new: Path, config: Mapping[str, Any], program: str, place: Path, tracker: str, say: Say
 ) -> None:
     """Write what the program and another `reproduce` need, as JSON, which YAML contains."""
     config = {**config, "tracker": {**config["tracker"], "mode": tracker}}
@@ -164,7 +165,7 @@ def keep_config(
         config["export"] = {**export, "dir": None}
     hydra = {
         "runtime": {"cwd": str(place), "output_dir": str(new)},
-        "job": {"name": program.stem},
+        "job": {"name": program},
     }
     (new / ".hydra").mkdir(parents=True)
     for name, content in (("config", config), ("hydra", {"hydra": hydra})):
@@ -173,12 +174,14 @@ def keep_config(
         write_atomically(new / ".hydra" / f"{name}.yaml", text + "\n")
 
 
-def rerun(program: Path, new: Path, place: Path) -> None:
+def rerun(program: str, new: Path, place: Path) -> None:
     """Let the program do what the new directory's configuration says; its output passes through."""
+    [command] = [name for name, started in PROGRAMS.items() if started == program]
+    start = [sys.executable, "-P", "-m", "mhaprune"]  # -P: import nothing that lies in `place`
     sys.stdout.flush()
-    done = subprocess.run([sys.executable, str(program), f"resume={new}"], cwd=place)
+    done = subprocess.run([*start, command, f"resume={new}"], cwd=place)
     if done.returncode:
-        raise ValueError(f"{program.name} ended with exit code {done.returncode} in {new}")
+        raise ValueError(f"{program} ended with exit code {done.returncode} in {new}")
 
 
 def compare_tables(directory: Path, new: Path, names: Sequence[str], say: Say) -> bool:

@@ -215,6 +215,42 @@ def test_a_snapshot_holds_the_files_to_the_byte_and_is_made_once(conf, tmp_path)
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
 
 
+def test_a_sweep_reads_copies_of_the_users_own_files_too(run, tmp_path):
+    file = tmp_path / "own" / "evaluation" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults: [default]\nconfidence: 0.8\n")
+
+    def edit(config: RankHeadsConfig, directory: Path) -> None:
+        file.write_text(file.read_text().replace("0.8", "0.7"))
+        seen.append(list(sys.argv))
+
+    def confidences(*arguments: str, task: Task = nothing) -> list[float]:
+        return [config.evaluation.confidence for config, _ in run(*arguments, *QUIET, task=task)]
+
+    seen: list[list[str]] = []
+    sweep = ["-m", "seed=1,2", "evaluation=mine"]
+    assert confidences("--config-dir", "own", *sweep, task=edit) == [0.8, 0.8]
+    assert seen == [["program", "--config-dir", "own", *sweep, *QUIET]] * 2
+    assert confidences("--config-dir=own", *sweep) == [0.7, 0.7]
+    assert confidences("-cd", "own", "evaluation=mine", "hydra.run.dir=r") == [0.7]
+
+
+def test_a_program_of_the_command_line_notes_how_it_was_started(monkeypatch, tmp_path, capfd):
+    def interrupt(config: RankHeadsConfig, directory: Path) -> None:
+        seen.append(list(sys.argv))
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    seen: list[list[str]] = []
+    command = ["mhaprune", "rank", "seed=1", "hydra.run.dir=a r"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        run_program(interrupt, RankHeadsConfig, "rank_heads")
+    assert seen == [command]
+    line = f"go on with: mhaprune rank 'resume={tmp_path}/a r'\n"
+    assert capfd.readouterr().err.endswith(line)
+
+
 def test_a_program_that_is_no_sweep_makes_no_snapshot(run, tmp_path):
     run("hydra.run.dir=r", *QUIET)
     assert not (tmp_path / "runs").exists()

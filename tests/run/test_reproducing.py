@@ -86,7 +86,7 @@ def copied(monkeypatch: pytest.MonkeyPatch, place: Path) -> Callable[..., None]:
         original = place / "copy"
         shutil.copytree(place / "rank_heads", original)
 
-        def rerun(program: Path, new: Path, started_in: Path) -> None:
+        def rerun(program: str, new: Path, started_in: Path) -> None:
             for path in [*original.glob("*.csv"), original / "manifest.json"]:
                 shutil.copy(path, new)
             change(new)
@@ -143,7 +143,7 @@ def test_a_run_is_reproduced_to_the_byte_in_a_directory_of_its_own(place, lines)
         assert (new / path.name).read_bytes() == path.read_bytes()
     assert {path: path.read_bytes() for path in before} == before
     assert lines == [
-        f"Running rank_heads.py again with the configuration of {run}, in {new}",
+        f"Running rank_heads again with the configuration of {run}, in {new}",
         f"identical: {tables_of(run)}",
         "The results agree",
     ]
@@ -169,7 +169,7 @@ def test_a_program_that_fails_is_an_error_that_names_the_new_directory(place, li
     monkeypatch.setattr(sys, "executable", failing)
     with pytest.raises(ValueError) as error:
         reproduce(place / "rank_heads", place / "new", lines.append)
-    assert str(error.value) == f"rank_heads.py ended with exit code 1 in {place / 'new'}"
+    assert str(error.value) == f"rank_heads ended with exit code 1 in {place / 'new'}"
 
 
 def test_the_configuration_of_a_reproduction_is_that_of_the_run_but_for_tracker_and_export(
@@ -181,8 +181,7 @@ def test_the_configuration_of_a_reproduction_is_that_of_the_run_but_for_tracker_
         "export": {"dir": "pruned", "form": "dense"},
     }
     new = tmp_path / "new"
-    program = Path("experiments/prune_heads.py")
-    keep_config(new, config, program, tmp_path, "offline", lambda line: None)
+    keep_config(new, config, "prune_heads", tmp_path, "offline", lambda line: None)
     saved = OmegaConf.to_container(OmegaConf.load(new / ".hydra" / "config.yaml"))
     assert saved == {
         "scores": config["scores"],
@@ -374,9 +373,9 @@ def test_a_run_of_no_program_of_ours_is_refused(place, lines):
     hydra = run / ".hydra" / "hydra.yaml"
     program = reproducing.find_program
     manifest = json.loads((run / "manifest.json").read_text())
-    assert program(run, manifest, {"job": {"name": "rank_heads"}}).name == "rank_heads.py"
+    assert program(run, manifest, {"job": {"name": "rank_heads"}}) == "rank_heads"
     hydra.write_text(hydra.read_text().replace("name: rank_heads", "name: other"))
-    assert "was made by other.py, which is not in " in refused(run, lines)
+    assert "was made by other, which is none of rank_heads, compare_scores, " in refused(run, lines)
 
 
 def test_where_the_run_was_started_is_gone_relative_paths_start_here(place, tmp_path, lines):
