@@ -17,14 +17,12 @@ from mhaprune.measure.perplexity import row_nats, window_batch
 from mhaprune.measure.replay import replay_sets
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.gating import gate_heads, gates_of, repeat_windows
-from mhaprune.model.heads import Head
+from mhaprune.model.heads import HeadSet
 from mhaprune.scores.estimate import baseline_of
 from mhaprune.text.windows import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-HeadSet = tuple[Head, ...]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ class Head:
         return cls(int(layer), int(head))
 
 
+HeadSet = tuple[Head, ...]
+
+
 def select_heads(patterns: Sequence[str], num_layers: int, heads_per_layer: int) -> list[Head]:
     """The heads that any of the patterns names, each once, in order.
 

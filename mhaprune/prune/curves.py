@@ -12,8 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
-from mhaprune.measure.head_sets import HeadSet
-from mhaprune.model.heads import Head
+from mhaprune.model.heads import Head, HeadSet
 from mhaprune.stats.effects import Effects, paired_effects
 
 Direction = Literal["least", "most"]

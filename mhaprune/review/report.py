@@ -11,7 +11,7 @@ import yaml
 
 from mhaprune.prune.curves import INCREASES
 from mhaprune.review.page import IndexEntry, RunPage, Viewer, render_index, render_page
-from mhaprune.roles.atlas import saved_sentence
+from mhaprune.roles.sentence import saved_sentence
 from mhaprune.run.curves import is_random, removable_rows
 from mhaprune.stats.effects import VERDICTS
 from mhaprune.tables.csv_files import read_rows

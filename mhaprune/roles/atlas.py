@@ -4,9 +4,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from mhaprune.roles.patterns import (
     repeated_random_tokens,
     roles,
 )
+from mhaprune.roles.sentence import Sentence
 from mhaprune.run.config import RolesConfig
 from mhaprune.run.prepare import Prepared
 from mhaprune.stats.effects import VERDICTS
@@ -36,15 +35,6 @@ from mhaprune.text.tokens import Text, tokenize
 
 MOST_TOKENS = 64  # of a sentence: more would not be readable
 MOST_WEIGHTS = 4_500_000  # of all heads: one byte each on a page that has to stay below 8 MB
-
-
-@dataclass(frozen=True, eq=False)
-class Sentence:
-    """A sentence's tokens, as text, and where each head looks; `note` says what was left out."""
-
-    tokens: list[str]
-    patterns: Float[np.ndarray, "layer head query key"]
-    note: str | None = None
 
 
 def write_atlas(
@@ -209,16 +199,3 @@ def write_sentence(directory: Path, sentence: Sentence) -> None:
         note=np.array(sentence.note or "", dtype=np.str_),
     )
     write_atomically(directory / "attention.npz", content.getvalue())
-
-
-def saved_sentence(directory: Path) -> Sentence | None:
-    """Read attention.npz of a run; None where the run has none. ValueError where it is damaged."""
-    path = directory / "attention.npz"
-    if not path.exists():
-        return None
-    try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as saved:
-            tokens, note = json.loads(str(saved["tokens"])), str(saved["note"])
-            return Sentence(tokens, saved["weights"] / np.float32(255), note or None)
-    except (BadZipFile, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error

@@ -11,11 +11,11 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from mhaprune.measure.baselines import Donors
-from mhaprune.measure.head_sets import HeadSet, plan_sets, set_losses
+from mhaprune.measure.head_sets import plan_sets, set_losses
 from mhaprune.measure.measurer import Measurer
 from mhaprune.model.architectures import HeadShape, head_shape
 from mhaprune.model.gating import gate_heads, gates_of
-from mhaprune.model.heads import Head, select_heads
+from mhaprune.model.heads import Head, HeadSet, select_heads
 from mhaprune.prune.curves import (
     INCREASES,
     Curve,

@@ -24,7 +24,6 @@ from mhaprune.roles.atlas import (
     heads_by_role,
     read_sentence,
     role_rows,
-    saved_sentence,
     sentence_limit,
     text_rows,
     token_names,
@@ -32,6 +31,7 @@ from mhaprune.roles.atlas import (
     write_sentence,
 )
 from mhaprune.roles.patterns import PatternScores, measure_patterns, repeated_random_tokens, roles
+from mhaprune.roles.sentence import saved_sentence
 from mhaprune.run.config import RolesConfig
 from mhaprune.run.prepare import Prepared, prepare
 from mhaprune.tables.csv_files import read_rows
