@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -14,7 +13,7 @@ def _register() -> None:
     from mhaprune.prune import modeling_pruned  # noqa: F401 - registers them
 
 
-class _AfterTransformers(MetaPathFinder):
+class _AfterTransformers:
     """Registers our models as soon as transformers is imported, and then steps aside.
 
     Importing mhaprune would take seconds if it imported transformers itself. What is found, and by

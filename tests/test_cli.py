@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from tiny import make_place
 
 from experiments import rank_heads
 from mhaprune import cli
+from mhaprune.review.report import rerun_command
 from mhaprune.run import reproducing, syncing
 from mhaprune.run.config import CONF_DIR, RankHeadsConfig
 from mhaprune.run.launch import run_program
 from mhaprune.tables.files import write_json
+from mhaprune.tables.manifest import PROGRAMS, program_of
 
 SWEEP = [
     *("model=local", "model.path=model", "model.device=cpu", "dataset=text"),
@@ -229,3 +231,88 @@ def test_the_console_script_of_the_package_is_this_one():
     assert done.stderr == (
         b"error: nowhere is not the directory of a run: it has no manifest.json\n"
     )
+
+
+# ---- what a command imports
+
+
+SLOW = ["torch", "transformers", "matplotlib", "wandb", "hydra", "datasets"]
+IMPORTED = """
+import sys
+from mhaprune.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as stop:
+    assert stop.code == 0
+print(*(name for name in {slow} if name in sys.modules))
+"""
+
+
+def imported_by(*arguments: str, slow: Sequence[str] = SLOW) -> str:
+    """Which of the slow libraries a command imports, in a fresh interpreter."""
+    program = IMPORTED.format(slow=list(slow))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("sweep")
+def test_looking_at_finished_runs_takes_no_torch():
+    runs = [f"sweep/{ZERO}", f"sweep/{MEAN}"]
+    assert imported_by("compare", *runs) == ""
+    assert imported_by("--help", slow=[*SLOW, "scipy.stats"]) == ""
+
+
+@pytest.mark.usefixtures("sweep")
+@pytest.mark.xfail(reason="review/report.py still imports run/curves.py", strict=False)
+def test_writing_a_page_takes_no_torch():
+    assert imported_by("report", f"sweep/{ZERO}", slow=[*SLOW, "scipy.stats"]) == ""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import mhaprune; early = set(sys.modules); import transformers",
+        "import mhaprune; early = set(sys.modules); from transformers.models import auto",
+        "import importlib.util as util, mhaprune; early = set(sys.modules); "
+        "util.find_spec('transformers'); import transformers",
+        "early = set(); import transformers; import mhaprune",
+    ],
+)
+def test_transformers_knows_our_models_in_either_order_of_imports(imports):
+    program = f"""
+import sys
+{imports}
+from transformers import AutoConfig
+assert not early & {{*{SLOW}}}
+config = AutoConfig.for_model("mhaprune_gpt2")
+print(type(config).__module__, sum("AfterTransf" in type(x).__name__ for x in sys.meta_path))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "mhaprune.prune.modeling_pruned 0\n", done.stderr
+
+
+# ---- the command of a run
+
+
+@pytest.mark.parametrize(
+    ("command", "program", "again"),
+    [
+        (["mhaprune", "rank", "a=b c"], "rank_heads", "mhaprune rank 'a=b c'"),
+        (["mhaprune", "scores"], "compare_scores", "mhaprune scores"),
+        (["experiments/prune_heads.py", "a"], "prune_heads", "python experiments/prune_heads.py a"),
+        (["/x/head_atlas.py"], "head_atlas", "python experiments/head_atlas.py"),
+    ],
+)
+def test_a_run_is_named_and_run_again_by_the_command_it_was_started_with(command, program, again):
+    assert program_of({"command": command}) == program
+    assert rerun_command({"command": command}) == again
+
+
+def test_every_program_is_a_command():
+    assert list(cli.PROGRAMS) == list(PROGRAMS)
+    for command, (module, _) in cli.PROGRAMS.items():
+        source = (CONF_DIR.parent / "mhaprune" / "run" / f"{module}.py").read_text()
+        assert f"def {PROGRAMS[command]}(" in source

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy import stats
 
 from mhaprune.stats.effects import sampling_units
 
@@ -101,5 +100,7 @@ def rank_correlations(
     """Return Spearman's rho and Kendall's tau-b; 0 where one side has no order."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0, 0.0
+    from scipy import stats  # slow to import
+
     rho, tau = np.asarray(stats.spearmanr(a, b))[0], np.asarray(stats.kendalltau(a, b))[0]
     return float(rho), float(tau)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy import stats
 
 VERDICTS = ("critical", "useful", "redundant", "harmful", "undetermined")
 MIN_BOOTSTRAP_BLOCKS = 10
@@ -296,6 +295,8 @@ def _student_t(
     num_blocks: int, num_heads: int, confidence: float
 ) -> tuple[Float[np.ndarray, "2 3 head"], float]:
     """The same two from Student's t with n - 1 degrees of freedom, the second by Bonferroni."""
+    from scipy import stats  # slow to import, and reading finished runs needs none of it
+
     reach = stats.t.isf((1 - confidence) / 2, num_blocks - 1)
     tails = np.broadcast_to(np.array([-reach, reach])[:, None, None], (2, 3, num_heads))
     return tails, float(stats.t.isf((1 - confidence) / 2 / num_heads, num_blocks - 1))
