@@ -273,8 +273,20 @@ def test_generation_under_gating_is_the_same_with_and_without_a_cache(model_type
 
 
 @every_architecture
-def test_check_gating_passes(model_type):
-    check_gating(tiny_model(model_type), IDS[0])
+def test_check_gating_sets_each_layer_without_its_heads_against_the_intact_model(model_type):
+    """The logits it looks at are those of copies whose rows of W_O are zero: all differ."""
+    model, seen = tiny_model(model_type), []
+    with model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits)):
+        check_gating(model, IDS[0])
+    intact, *without = seen
+    assert torch.equal(intact, logits_of(model, IDS[:1]))
+    expected = [
+        logits_of(without_heads(model, [Head(layer, head) for head in range(4)]), IDS[:1])
+        for layer in range(2)
+    ]
+    torch.testing.assert_close(without, expected, rtol=1e-4, atol=1e-4)
+    assert all((logits - intact).abs().max() > 1e-2 for logits in expected)
+    assert num_hooks(model) == 0
 
 
 @every_architecture

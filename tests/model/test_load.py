@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import socket
 import time
@@ -419,9 +420,29 @@ def test_a_text_longer_than_the_context_is_tokenized_in_silence_and_fast(tokeniz
 # --- calibration and evaluation
 
 
-def test_texts_that_share_no_passage_are_disjoint():
+def num_shared(calibration, evaluation) -> int:
+    """How many of the evaluation text's passages of 64 are counted as shared: 0 if it passes."""
+    try:
+        check_disjoint(tokens_of(calibration), tokens_of(evaluation))
+    except ValueError as error:
+        return int(re.search(r"holds (\d+) of the evaluation text's \d+ passages", str(error))[1])
+    return 0
+
+
+@pytest.mark.parametrize("num_planted", [0, 1, 3, 15])
+def test_texts_are_disjoint_only_if_they_share_no_passage_and_each_shared_one_is_counted(
+    num_planted,
+):
+    """The count is that of a search for every passage at every place; 1,000 tokens hold 15."""
     ids = np.random.default_rng(0).integers(0, 10_000, 2_000)
-    check_disjoint(tokens_of(ids[:1_000]), tokens_of(ids[1_000:]))
+    calibration, evaluation = ids[:1_000], ids[1_000:].copy()
+    for number in range(num_planted):
+        evaluation[64 * number : 64 * (number + 1)] = calibration[37 * number :][:64]
+    passages = [evaluation[start : start + 64] for start in range(0, 1_000 - 63, 64)]
+    places = [calibration[start : start + 64] for start in range(1_000 - 63)]
+    found = [any(np.array_equal(passage, place) for place in places) for passage in passages]
+    assert len(found) == 15
+    assert num_shared(calibration, evaluation) == sum(found) == num_planted
 
 
 def test_a_shared_passage_is_found_at_any_alignment():
@@ -433,11 +454,12 @@ def test_a_shared_passage_is_found_at_any_alignment():
     assert "calibration_split" in one_line(error)
 
 
-def test_63_shared_tokens_are_not_a_passage():
+@pytest.mark.parametrize(("length", "passages"), [(63, 0), (64, 1), (127, 1), (128, 2)])
+def test_63_shared_tokens_are_not_a_passage_and_64_are(length, passages):
     rng = np.random.default_rng(2)
     evaluation, calibration = rng.integers(0, 10_000, 640), rng.integers(0, 10_000, 1_000)
-    calibration[7 : 7 + 63] = evaluation[64:127]
-    check_disjoint(tokens_of(calibration), tokens_of(evaluation))
+    calibration[7 : 7 + length] = evaluation[64 : 64 + length]
+    assert num_shared(calibration, evaluation) == passages
 
 
 def test_a_text_shorter_than_a_passage_is_compared_whole():

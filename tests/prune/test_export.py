@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -201,16 +202,30 @@ CARD = {
 
 
 def test_the_card_says_what_was_removed_from_what_and_how_it_was_measured():
-    card = model_card(form="dense", **CARD)
-    assert "# gpt2@abc without 3 of its 144 attention heads\n" in card
-    assert "\n- layer 4: 0, 11\n- layer 7: 2\n" in card
-    for line in (
-        "- sha256 of its weights: `0123`",
-        "- Ablation: mean over the training split of WikiText-2",
-        "- Protocol: WikiText-2 test, context 1024, stride 512",
-        "These weights are derived from gpt2@abc; the base model's licence applies to them.",
-    ):
-        assert line in card.splitlines()
+    before, _, after = model_card(form="dense", **CARD).partition("## Loss around this point")
+    assert before == (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- pruned\n---\n\n"
+        "# gpt2@abc without 3 of its 144 attention heads\n\n"
+        "- Base model: gpt2@abc\n"
+        "- sha256 of its weights: `0123`\n"
+        "- Ablation: mean over the training split of WikiText-2\n"
+        "- Protocol: WikiText-2 test, context 1024, stride 512\n\n"
+        "## Heads removed\n\n"
+        "- layer 4: 0, 11\n"
+        "- layer 7: 2\n\n"
+    )
+    assert re.findall("^## (.*)", after, re.M) == ["How to load it", "Licence"]
+    assert after.endswith(
+        "\n\n## Licence\n\n"
+        "These weights are derived from gpt2@abc; the base model's licence applies to them.\n"
+    )
+
+
+def test_a_card_without_heads_removed_says_none_and_one_that_was_healed_how():
+    card = model_card(form="dense", **CARD | {"heads": []}, healed="20 steps to 3.1 nats/token")
+    assert "\n# gpt2@abc without 0 of its 144 attention heads\n" in card
+    assert "\n## Heads removed\n\nNone.\n\n## Loss" in card
+    assert "stride 512\n- Healed by 20 steps to 3.1 nats/token\n\n" in card
 
 
 def test_the_cards_table_is_the_curve_around_the_chosen_row():

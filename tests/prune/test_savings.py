@@ -1,5 +1,6 @@
 """What models take: sizes by arithmetic, speeds that are speeds, in the order of the models."""
 
+import time
 from typing import Any
 
 import pytest
@@ -34,10 +35,21 @@ def test_each_head_that_goes_takes_its_parameters_and_cache_with_it(measured, co
     assert measured[count].kv_bytes_per_token == (8 - count) * KV_BYTES_OF_A_HEAD
 
 
-def test_speeds_are_tokens_per_second(measured):
-    for savings in measured.values():
-        assert 0 < savings.prefill_tokens_per_second < 1e9
-        assert 0 < savings.decode_tokens_per_second < 1e9
+@pytest.mark.parametrize("slower", [1, 2])
+def test_speeds_are_tokens_per_second(monkeypatch, slower):
+    """On a clock that only the passes move: 2 s for the prompt of 8, half a second a new token."""
+    model, now, lengths = tiny_gpt2(), [100.0], []
+
+    def take_time(module: Any, inputs: tuple[torch.Tensor], output: Any) -> None:
+        lengths.append(inputs[0].shape[1])
+        now[0] += slower * (2.0 if lengths[-1] == 8 else 0.5)
+
+    model.register_forward_hook(take_time)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    [found] = measure_savings([model], prompt_length=8, new_tokens=3, rounds=2)
+    assert lengths == [8, 1, 1, 1] * 3
+    assert found.prefill_tokens_per_second == 8 / 2 / slower
+    assert found.decode_tokens_per_second == 3 / 1.5 / slower
 
 
 def test_speeds_are_medians_over_the_rounds_but_the_first_which_warms_up(monkeypatch):

@@ -1,5 +1,6 @@
 """The ranking in the terminal says what was measured, in lines that fit."""
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -112,7 +113,12 @@ def test_the_last_line_counts_the_verdicts():
     [(0.95, "95% interval"), (0.9, "90% interval"), (0.995, "99.5% interval")],
 )
 def test_the_heading_says_how_confident_the_interval_is(confidence, heading):
-    assert heading in printed(ROWS, confidence=confidence)[1]
+    lines = printed(ROWS, confidence=confidence)
+    headings = [line for line in lines if "interval" in line]
+    assert [re.split(r" {2,}", line) for line in headings] == [
+        ["rank", "head", "nats/token", heading, "perplexity", "verdict"]
+    ] * 2
+    assert lines.index(headings[0]) == lines.index("Most important heads") + 1
 
 
 def test_a_line_is_said_as_it_is():
@@ -123,14 +129,22 @@ def test_a_line_is_said_as_it_is():
     assert capture.get() == line + "\n"
 
 
-def test_progress_adds_up_what_was_done():
+def last_progress(*advances: tuple[int, ...]) -> tuple[str, int]:
+    """What a progress bar says in the end: its description and its percentage."""
     console = Console(width=80, force_terminal=True)
     with console.capture() as capture, progress(console, "4 heads") as advance:
-        advance(0, 4)
-        advance(1)
-        advance(2)
-    assert "4 heads" in capture.get()
-    assert " 75%" in capture.get()
+        for each in advances:
+            advance(*each)
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capture.get())
+    description, percent = re.findall(r"([^\r\n━]+?) [━╸╺ ]+ +(\d+)%", plain)[-1]
+    return description, int(percent)
+
+
+def test_progress_adds_up_what_was_done():
+    assert last_progress((0, 4), (1,), (2,)) == ("4 heads", 75)
+    assert last_progress((0, 4)) == ("4 heads", 0)
+    assert last_progress((1, 4), (1,), (1,)) == ("4 heads", 60)  # one before 4 were left
+    assert last_progress((2, 2), (1,), (1,)) == ("4 heads", 100)
 
 
 @pytest.mark.parametrize(("left", "shown"), [(1, " 80%"), (4, " 50%"), (0, "100%")])

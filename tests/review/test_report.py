@@ -2,15 +2,17 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import Collection, LineCollection
 from matplotlib.colors import SymLogNorm, to_rgba
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
+from matplotlib.image import AxesImage, imread
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
@@ -127,10 +129,40 @@ def test_the_same_effects_give_the_same_bytes_of_a_png(tmp_path, grid):
     assert first == second
 
 
-def test_other_effects_give_another_picture(tmp_path):
-    save_png(heatmap(), tmp_path / "first.png")
-    save_png(heatmap(GRID / 2), tmp_path / "second.png")
-    assert (tmp_path / "first.png").read_bytes() != (tmp_path / "second.png").read_bytes()
+def painted(figure: Figure, path: Path) -> np.ndarray:
+    """The colours of the cells in the PNG, `layer head 3`, right of and below their middles."""
+    save_png(figure, path)
+    pixels, axes = imread(path), figure.axes[0]
+    assert pixels.shape[:2] == tuple(int(150 * inches) for inches in figure.get_size_inches()[::-1])
+    rows, columns = np.asarray(image_of(figure).get_array()).shape
+    cells = np.array(
+        [[(head + 0.3, layer + 0.3) for head in range(columns)] for layer in range(rows)]
+    )
+    x, y = (axes.transData.transform(cells.reshape(-1, 2)) * 150 / figure.dpi).T
+    found = pixels[(pixels.shape[0] - y).astype(int), x.astype(int), :3]
+    return found.reshape(rows, columns, 3)
+
+
+def symmetric_log(effect_nats: float, reach_nats: float) -> np.ndarray:
+    """The colour by hand: a decade is as long as 9/10 of what lies within the tolerance, each side.
+
+    The scale goes from `-reach_nats` to `reach_nats`.
+    """
+
+    def length(nats: float) -> float:
+        return min(nats / TOLERANCE_NATS, 1) / 0.9 + math.log10(max(nats / TOLERANCE_NATS, 1))
+
+    share = math.copysign(length(abs(effect_nats)) / length(reach_nats), effect_nats)
+    return np.array(colormaps["BrBG"]((1 + share) / 2)[:3])
+
+
+@pytest.mark.parametrize("times", [1, 0.5, -1])
+def test_each_cell_of_the_picture_has_the_colour_of_its_effect(tmp_path, times):
+    grid = GRID * times
+    found = painted(effect_heatmap(grid, {}, "a run", TOLERANCE_NATS), tmp_path / "a.png")
+    for cell in np.argwhere(np.isfinite(grid)):
+        expected = symmetric_log(grid[tuple(cell)], np.nanmax(np.abs(grid)))
+        np.testing.assert_allclose(found[tuple(cell)], expected, atol=0.02)
 
 
 @pytest.mark.parametrize(("num_layers", "num_heads"), [(1, 1), (4, 8), (12, 12), (30, 9)])
@@ -164,10 +196,25 @@ def test_a_score_is_drawn_as_effects_are_linear_up_to_a_tenth_of_the_largest():
     assert [np.asarray(marks.get_offsets()).size for marks in figure.axes[0].collections] == [0, 0]
 
 
-@pytest.mark.parametrize("grid", [np.zeros((2, 3)), np.full((2, 2), np.nan), np.full((1, 2), 1e-9)])
-def test_a_score_of_nothing_is_drawn_too(tmp_path, grid):
-    save_png(score_heatmap(grid, "a run", "fisher"), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+@pytest.mark.parametrize(
+    ("grid", "reach", "linear", "shades"),
+    [
+        (np.zeros((2, 3)), 0.2, 0.1, [0.5] * 6),
+        (np.full((2, 2), np.nan), 0.2, 0.1, []),
+        (np.array([[1e-9, -1e-9]]), 1e-9, 1e-10, [1.0, 0.0]),
+    ],
+    ids=["zero", "not measured", "tiny"],
+)
+def test_a_score_of_nothing_is_drawn_too(tmp_path, grid, reach, linear, shades):
+    """White where it is zero, at the ends of the scale where it is largest, else hatched."""
+    figure = score_heatmap(grid, "a run", "fisher")
+    norm = image_of(figure).norm
+    assert isinstance(norm, SymLogNorm)
+    assert (norm.vmin, norm.vmax, norm.linthresh) == (-reach, reach, pytest.approx(linear))
+    found = painted(figure, tmp_path / "a.png")
+    expected = colormaps["BrBG"](np.array(shades, dtype=float))[..., :3]
+    np.testing.assert_allclose(found[np.isfinite(grid)], expected, atol=0.02)
+    assert ("not measured" in legend(figure)) == np.isnan(grid).any()
 
 
 EFFECTS = np.array([0.5, -0.25, 0.0, 0.125])

@@ -462,13 +462,21 @@ def test_a_directory_without_runs_has_no_index(tmp_path):
 
 
 def test_only_a_sweep_s_index_is_refreshed(sweep):
-    (sweep / "index.html").unlink()
+    """It then shows what the jobs left since: here that one more failed."""
+    index, before = sweep / "index.html", data_of((sweep / "index.html").read_text())
+    index.write_text("old")
     refresh_index(sweep / NAMES[0])
-    assert (sweep / "index.html").exists()
-    (sweep / "index.html").unlink()
+    assert data_of(index.read_text()) == before
+    write_json(sweep / NAMES[2] / "failed.json", {"error": "no memory"})
+    (sweep / NAMES[2] / "manifest.json").unlink()
+    refresh_index(sweep / NAMES[0])
+    first, second, third = data_of(index.read_text())["runs"]
+    assert [first, second] == before["runs"][:2]
+    assert (third["name"], third["settings"]["state"]) == (NAMES[2], "failed: no memory")
+    index.write_text("old")
     (sweep / "multirun.yaml").unlink()
     refresh_index(sweep / NAMES[0])
-    assert not (sweep / "index.html").exists()
+    assert index.read_text() == "old"
 
 
 def test_an_index_of_comparisons_has_each_score_s_agreement(finished, tmp_path):

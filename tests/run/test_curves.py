@@ -183,17 +183,32 @@ def test_every_order_leaves_each_layer_its_heads_and_only_the_directions_asked_f
 
 
 @pytest.mark.parametrize("kind", ["zero", "constant"])
-def test_scores_are_taken_again_for_constants(kind):
-    check_orderings(
-        {"a": OrderingConfig("fisher", {}, 4)}, make_subject(double_model("gpt2"), kind)
-    )
+def test_scores_may_be_taken_again_for_constants_and_order_the_heads_that_are_left(kind, place):
+    """Four heads go by the first scores, the others by those of a model without these four."""
+    subject, again = make_subject(double_model("gpt2"), kind), OrderingConfig("fisher", {}, 4)
+    check_orderings({"a": again}, subject)
+    first = SCORES["fisher"](subject).at(HEADS)
+    gone = tuple(HEADS[n] for n in np.argsort(first)[:4])
+    left = tuple(head for head in HEADS if head not in gone)
+    smaller = replace(subject, model=without(subject.model, gone, subject.ablation), heads=left)
+    second = SCORES["fisher"](smaller).at(left)
+    expected = (*gone, *(left[n] for n in np.argsort(second)))
+    assert order_by(subject, again, "least", pruning(place)) == expected
 
 
 def test_scores_are_not_taken_again_where_each_window_has_a_donor():
     subject = make_subject(double_model("gpt2"), "donors")
-    check_orderings(ONCE, subject)
-    with pytest.raises(ValueError, match=r"^pruning\.orderings\.a: .* not for resample$"):
-        check_orderings(ONCE | {"a": OrderingConfig("fisher", {}, 4)}, subject)
+    refused = {}
+    for every in (None, 1, 4, 8):
+        try:
+            check_orderings(ONCE | {"a": OrderingConfig("fisher", {}, every)}, subject)
+        except ValueError as error:
+            refused[every] = str(error)
+    assert refused == dict.fromkeys(
+        (1, 4, 8),
+        "pruning.orderings.a: taking a score again with heads already ablated works for "
+        "ablation=zero, mean and optimal, not for resample",
+    )
 
 
 def test_donors_are_refused_before_any_score_is_taken(prepared, place, monkeypatch):

@@ -102,15 +102,57 @@ def test_a_point_that_the_curve_does_not_have_is_refused(export, message):
         choose_point(pruning(dir="x", **export), CURVES)
 
 
-def test_nothing_is_checked_where_nothing_is_exported():
-    check_export(pruning("resample", {"directions": ["most"]}, ordering="nope"))
+def refusal(config: PruneHeadsConfig) -> str | None:
+    """Why the export is refused; None where it is not."""
+    try:
+        check_export(config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-@pytest.mark.parametrize("ordering", [None, "fisher", "ranking"])
-def test_an_export_that_can_be_written_passes(tmp_path, ordering):
-    ranked = {"ranking": "run"} if ordering == "ranking" else {}
+@pytest.mark.parametrize(
+    ("ablation", "changes", "ordering", "message"),
+    [
+        (
+            *("resample", {}, None),
+            "export.dir: a model cannot keep resampled heads; use ablation=zero, mean or optimal",
+        ),
+        (
+            *("zero", {"directions": ["most"]}, None),
+            "export.dir needs pruning.directions to contain least",
+        ),
+        ("zero", {}, "nope", "export.ordering=nope is not one of fisher, gradient"),
+    ],
+)
+def test_nothing_is_checked_where_nothing_is_exported(
+    tmp_path, ablation, changes, ordering, message
+):
+    """What is refused with a directory to export to, and only with one."""
+    told = [
+        refusal(pruning(ablation, changes, dir=place, num_heads=1, ordering=ordering))
+        for place in (str(tmp_path), None)
+    ]
+    assert told == [message, None]
+
+
+@pytest.mark.parametrize(
+    ("ranked", "possible"),
+    [
+        ({}, [None, "fisher", "gradient"]),
+        ({"ranking": "run"}, [None, "fisher", "gradient", "ranking"]),
+    ],
+)
+def test_an_export_by_any_order_that_there_is_and_by_no_other_passes(tmp_path, ranked, possible):
+    names = [None, "fisher", "gradient", "ranking", "activation_norm", "random_0", ""]
     for place in (tmp_path, tmp_path / "new"):
-        check_export(pruning("mean", ranked, dir=str(place), num_heads=1, ordering=ordering))
+        exports = {name: {"dir": str(place), "num_heads": 1, "ordering": name} for name in names}
+        told = {name: refusal(pruning("mean", ranked, **exports[name])) for name in names}
+        assert [name for name in names if told[name] is None] == possible
+        assert told["random_0"] == (
+            f"export.ordering=random_0 is not one of {', '.join(filter(None, possible))}"
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,45 @@ def test_a_score_or_an_option_that_cannot_be_is_answered_by_those_that_can(name,
     assert str(error.value) == message
 
 
-def test_every_score_and_every_option_of_its_own_is_accepted():
-    check_scores({name: {} for name in SCORES})
-    check_scores({"gradient": {"absolute": "token"}, "learned_gates": {"steps": 1, "lambdas": [1]}})
+WHOLE, NUMBER, NUMBERS = [1, 7], [1, 7, 0.5], [[1], [0.1, 2]]
+ACCEPTED: dict[str, dict[str, list[Any]]] = {  # score -> option -> those of VALUES that it takes
+    "leave_one_out": {"windows_per_unit": WHOLE},
+    "adaptive": {
+        "windows_per_unit": WHOLE,
+        **dict.fromkeys(("confidence", "tolerance_nats", "critical_nats"), NUMBER),
+    },
+    "gradient": {"absolute": ["example", "token"], "normalization": ["none", "layer", "global"]},
+    "fisher": {},
+    "attribution": {},
+    "integrated_gradients": {"steps": WHOLE},
+    "shapley": {"pairs_per_window": WHOLE},
+    "learned_gates": {"steps": WHOLE, "lambdas": NUMBERS, "windows_per_step": WHOLE},
+    "activation_norm": {},
+    "random": {},
+}
+WORDS = ["example", "token", "none", "layer", "global", "1"]
+VALUES = [1, 7, 0.5, 0, -1, -0.5, [1], [0.1, 2], [], [0], [1, "1"], True, None, *WORDS]
+
+
+def is_accepted(name: str, option: str, value: Any) -> bool:
+    try:
+        check_scores({"fisher": {}, name: {option: value}})
+    except ValueError as error:
+        assert str(error).startswith(f"score {name}")
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_every_score_takes_the_options_of_its_own_and_of_each_the_values_that_it_can_be(name):
+    options = sorted({option for each in ACCEPTED.values() for option in each})
+    taken = {
+        option: [value for value in VALUES if is_accepted(name, option, value)]
+        for option in options
+    }
+    assert {option: values for option, values in taken.items() if values} == ACCEPTED[name]
+    check_scores({name: {option: values[0] for option, values in ACCEPTED[name].items()}})
+    assert list(SCORES) == list(ACCEPTED)
 
 
 # ---- the text that is scored

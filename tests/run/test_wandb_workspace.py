@@ -59,6 +59,21 @@ RUNS: list[tuple[Any, type[Any], list[str]]] = [
     (prune_heads, PruneHeadsConfig, HEALED),
 ]
 
+ORDERS = ("leave_one_out", "gradient", "activation_norm")
+COMPARED = (*ORDERS, "fisher", "attribution", "integrated_gradients", "shapley", "learned_gates")
+NUMBERS = [
+    *("baseline/bits_per_byte", "baseline/perplexity", "baseline/perplexity_high"),
+    *("baseline/perplexity_low", "heads/num_critical", "heads/num_harmful", "heads/num_measured"),
+    *("heads/num_redundant", "heads/num_undetermined", "heads/num_useful"),
+    "heads/share_of_windows",
+    *(f"compare/{score}/spearman" for score in (*COMPARED, "random")),
+    *(
+        f"{name}.{order}"
+        for name in ("area_nats_least_first", "heads_removed_at_5pct")
+        for order in ORDERS
+    ),
+]
+
 
 @dataclass
 class Shown:
@@ -66,6 +81,7 @@ class Shown:
 
     numbers: set[str] = field(default_factory=set)
     progress: set[str] = field(default_factory=set)
+    steps: list[dict[str, Any]] = field(default_factory=list)
     tables: set[str] = field(default_factory=set)
     pictures: set[str] = field(default_factory=set)
     settings: set[str] = field(default_factory=set)
@@ -73,6 +89,7 @@ class Shown:
 
     def note_progress(self, values: Mapping[str, object]) -> None:
         self.progress |= set(values)
+        self.steps.append(dict(values))
 
     def note_results(
         self, summary: Mapping[str, Any], tables: Any, pictures: Any, files: Any, **hashes: str
@@ -202,12 +219,29 @@ def test_the_tables_and_pictures_in_the_dashboard_are_those_that_programs_log(na
 
 
 def test_the_dashboard_shows_five_kinds_of_things(named):
+    """Numbers are those of `NUMBERS`; tables and pictures all that programs log (above)."""
     assert named.keys() == {"numbers", "settings", "tables", "pictures", "progress"}
+    assert named["numbers"] == set(NUMBERS)
+    assert named["settings"] == {
+        *("ablation.kind", "dataset.name", "evaluation.tolerance_nats", "model.name")
+    }
     assert named["progress"] == {"heads/done", "heads/settled"}
 
 
-def test_the_progress_in_the_dashboard_is_what_rank_heads_logs(named, shown):
-    assert named["progress"] - shown["rank_heads"].progress == set()
+def test_the_progress_in_the_dashboard_is_what_rank_heads_logs_and_no_other_program(named, shown):
+    assert {name: each.progress for name, each in shown.items()} == {
+        "rank_heads": named["progress"],
+        **{name: set() for name in ("head_atlas", "compare_scores", "prune_heads")},
+    }
+
+
+def test_a_run_of_three_heads_logs_that_three_are_done(shown):
+    """Exhaustive, adaptive and by a score: each run's last number is all of them."""
+    done = [values["heads/done"] for values in shown["rank_heads"].steps if "heads/done" in values]
+    ends = [number for number, after in zip(done, [*done[1:], 0], strict=True) if after <= number]
+    assert ends == [3, 3, 3]
+    settled = [v["heads/settled"] for v in shown["rank_heads"].steps if "heads/settled" in v]
+    assert settled and settled == sorted(settled) and settled[-1] <= 3
 
 
 def test_what_sync_shows_of_each_run_is_what_its_program_showed(shown, monkeypatch):
