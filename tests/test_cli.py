@@ -2,10 +2,10 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +218,15 @@ def test_help_names_every_command_and_every_command_has_its_own(command):
         assert command(name, "--help")[1][0].startswith(f"usage: mhaprune {name} [-h]")
 
 
-def test_the_console_script_of_the_package_is_this_one():
+def test_the_console_script_of_the_package_is_this_one(monkeypatch, capfd):
+    """Started without arguments of its own, it takes those of the command line."""
     project = tomllib.loads((CONF_DIR.parent / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"mhaprune": "mhaprune.cli:main"}
-    script = "from mhaprune.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", script, "report", "nowhere"], capture_output=True)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == (
-        b"error: nowhere is not the directory of a run: it has no manifest.json\n"
+    main = EntryPoint("mhaprune", project["scripts"]["mhaprune"], "console_scripts").load()
+    monkeypatch.setattr(sys, "argv", ["mhaprune", "report", "nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capfd.readouterr() == (
+        *("", "error: nowhere is not the directory of a run: it has no manifest.json\n"),
     )

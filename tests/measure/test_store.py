@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,34 +217,68 @@ def test_the_disk_is_asked_to_keep_the_data_once_a_second_and_at_the_end(
     assert len(syncs) == 4
 
 
-# A module without heavy imports: starting python is most of the time of these tests.
-_WRITER = """
+# One process for all writers, which forks them: to import is most of their time. It takes a file,
+# the number of lines and of windows, and the first layer of each writer; it says which processes
+# they are and with which codes they end.
+_WRITERS = """
+import json
+import os
 import sys
 from pathlib import Path
 from mhaprune.measure.store import Measurement, MeasurementStore
-first, count, num_windows = map(int, sys.argv[2:])
-windows = tuple(range(num_windows))
-with MeasurementStore(Path(sys.argv[1])) as store:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for layer in range(first, first + count):
-        row = tuple(layer + window / 7 for window in windows)
-        store.append(Measurement("c0", "zero", layer, (0,), windows, (row,)))
+
+def append(path, count, num_windows, first):
+    windows = tuple(range(num_windows))
+    with MeasurementStore(Path(path)) as store:
+        os.read(gate, 1)  # returns when the gate is closed, for all at once
+        for layer in range(first, first + count):
+            row = tuple(layer + window / 7 for window in windows)
+            store.append(Measurement("c0", "zero", layer, (0,), windows, (row,)))
+
+for line in sys.stdin:
+    path, count, num_windows, *each = json.loads(line)
+    gate, keeper = os.pipe()
+    writers = []
+    for first in each:
+        if not (writer := os.fork()):
+            os.close(keeper)
+            append(path, count, num_windows, first)
+            os._exit(0)
+        writers.append(writer)
+    print(*writers, flush=True)
+    os.close(keeper)
+    os.close(gate)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) for writer in writers]
+    print(*ends, flush=True)
 """
 
 
-def start_writer(path: Path, first: int, count: int, num_windows: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _WRITER, str(path), str(first), str(count), str(num_windows)]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+class Writers:
+    """Starts writers, some at a time, in processes of their own."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", _WRITERS]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, bufsize=1, **pipes)
+
+    def start(self, path: Path, count: int, num_windows: int, *first: int) -> list[int]:
+        """Start a writer for each first layer, all at once; return their process ids."""
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps([str(path), count, num_windows, *first]) + "\n")
+        return self.numbers()
+
+    def numbers(self) -> list[int]:
+        """The process ids of the writers, or, asked again, the codes they exit with."""
+        assert self.process.stdout
+        return [int(number) for number in self.process.stdout.readline().split()]
 
 
-def wait_until_ready_and_go(writers: list[subprocess.Popen[bytes]]) -> None:
-    for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write(b"go\n")
-        writer.stdin.flush()
+@pytest.fixture(scope="module")
+def writers() -> Iterator[Writers]:
+    made = Writers()
+    yield made
+    made.process.communicate()
+    assert made.process.returncode == 0
 
 
 def written(layer: int, num_windows: int) -> Measurement:
@@ -252,19 +287,17 @@ def written(layer: int, num_windows: int) -> Measurement:
 
 
 def test_after_kill_9_all_that_is_read_was_written_in_order_and_appending_goes_on(
-    path: Path,
+    path: Path, writers: Writers
 ) -> None:
     rounds, count, num_windows = 4, 100_000, 200
-    writers = [start_writer(path, i * count, count, num_windows) for i in range(rounds)]
-    for writer in writers:  # one after another; all have started by now
+    for i in range(rounds):  # one after another
         num_bytes_before = path.stat().st_size if path.exists() else 0
-        wait_until_ready_and_go([writer])
+        [writer] = writers.start(path, count, num_windows, i * count)
         while not path.exists() or path.stat().st_size == num_bytes_before:
             time.sleep(0.001)
         time.sleep(random.uniform(0, 0.1))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
-        assert writer.returncode == -signal.SIGKILL
+        os.kill(writer, signal.SIGKILL)
+        assert writers.numbers() == [-signal.SIGKILL]
     found = MeasurementStore(path).read()
     layers = [measurement.layer for measurement in found]
     for i in range(rounds):
@@ -277,12 +310,9 @@ def test_after_kill_9_all_that_is_read_was_written_in_order_and_appending_goes_o
     assert MeasurementStore(path).read() == [*found, INTACT]
 
 
-def test_four_processes_append_whole_lines_to_one_file(path: Path) -> None:
-    writers = [start_writer(path, 1000 * i, 150, 300) for i in range(4)]
-    wait_until_ready_and_go(writers)
-    for writer in writers:
-        writer.communicate()
-        assert writer.returncode == 0
+def test_four_processes_append_whole_lines_to_one_file(path: Path, writers: Writers) -> None:
+    assert len(set(writers.start(path, 150, 300, *(1000 * i for i in range(4))))) == 4
+    assert writers.numbers() == [0] * 4
     store = MeasurementStore(path)
     found = {measurement.layer: measurement for measurement in store.read()}
     assert store.num_torn == 0
