@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from programs import resume
 from safetensors.torch import load_file, save_file
 from tiny import make_place
 
@@ -152,7 +153,15 @@ def test_a_run_is_reproduced_to_the_byte_in_a_directory_of_its_own(place, lines)
     assert second["started_utc"] >= first["finished_utc"]
 
 
-def test_a_pruning_run_is_reproduced_without_its_export(place, lines, capfd):
+def test_a_pruning_run_is_reproduced_without_its_export(place, lines, capfd, monkeypatch):
+    """In this process, which has imported the program already."""
+
+    def rerun(program: Path, new: Path, started_in: Path) -> None:
+        assert (program.name, started_in) == ("prune_heads.py", place)
+        monkeypatch.chdir(started_in)
+        resume("prune_heads", new)
+
+    monkeypatch.setattr(reproducing, "rerun", rerun)
     run = start(place, prune_heads, PruneHeadsConfig, *PRUNING)
     exported = {path: path.stat().st_mtime_ns for path in (place / "pruned").iterdir()}
     assert reproduce(run, place / "again", lines.append) is True
