@@ -18,7 +18,7 @@ checks: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest tests/test_imports.py
+	$(BIN)/python -m pytest -n 0 tests/test_imports.py
 
 clean:
 	rm -rf .venv

@@ -29,7 +29,7 @@ from benchmark_adaptive import measure_adaptive, measure_growth
 from benchmark_exact import NUM_HEADS, NUM_LAYERS, measure_exact
 from matplotlib.figure import Figure
 
-from mhaprune.report import save_png
+from mhaprune.review.pictures import save_png
 
 ROOT = Path(__file__).resolve().parent.parent
 Growth = dict[str, list[tuple[int, float]]]

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from mhaprune.architectures import head_shape
-from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
-from mhaprune.heads import Head, select_heads
-from mhaprune.measuring import measure_losses
-from mhaprune.ranking import rank
-from mhaprune.runs import Prepared, prepare
+from mhaprune.measure.measurer import Losses
+from mhaprune.measure.progress import Progress
+from mhaprune.measure.subject import Subject
+from mhaprune.model.heads import Head
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.measuring import make_subject, measure_losses, measuring, with_ablation
+from mhaprune.run.prepare import Prepared, choose_heads, prepare
+from mhaprune.run.ranking import rank
 
 
 def make_config(overrides: Sequence[str]) -> RankHeadsConfig:
@@ -22,23 +24,42 @@ def make_config(overrides: Sequence[str]) -> RankHeadsConfig:
         return validate(compose("rank_heads", list(overrides)), RankHeadsConfig)
 
 
+class Counter:
+    """Shows how many rows are done."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def show(self, progress: Progress) -> None:
+        whole = progress.rows_done + progress.rows_left
+        line = f"\r{self.name}: {progress.rows_done} of {whole}"
+        print(line, end="", file=sys.stderr, flush=True)
+
+    def say(self, line: str) -> None:
+        """Only numbers are shown."""
+
+
+def measured(
+    prepared: Prepared, heads: Sequence[Head], config: RankHeadsConfig, progress: Progress
+) -> tuple[Subject, Losses]:
+    """Measure as `rank_heads` does, in a directory that is gone afterwards."""
+    subject = make_subject(prepared, heads, config)
+    subject = with_ablation(subject, prepared.calibration, config.ablation, progress)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        measuring(subject, prepared, config, Path(directory), progress) as measurer,
+    ):
+        return subject, measure_losses(measurer, config.evaluation)
+
+
 def timed_verdicts(
     prepared: Prepared, heads: Sequence[Head], config: RankHeadsConfig, sampling: str
 ) -> tuple[float, dict[Head, str], float]:
     """Seconds for a whole measurement, each head's verdict, and the share of windows it took."""
     config = replace(config, evaluation=replace(config.evaluation, sampling=sampling))
-    rows = {"done": 0, "left": 0}
-
-    def advance(amount: int, left: int | None = None) -> None:
-        rows["done"] += amount
-        rows["left"] = rows["left"] - amount if left is None else left
-        whole = rows["done"] + rows["left"]
-        print(f"\r{sampling}: {rows['done']} of {whole}", end="", file=sys.stderr, flush=True)
-
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        losses = measure_losses(prepared, heads, config, Path(directory), advance)
-        ranking = rank(prepared, heads, losses, config.evaluation, config.seed)
+    subject, losses = measured(prepared, heads, config, Progress([Counter(sampling)]))
+    ranking = rank(subject, losses, config.evaluation)
     seconds = time.perf_counter() - start
     print(file=sys.stderr)
     verdict_of = {Head(row.layer, row.head): row.verdict for row in ranking.rows}
@@ -49,8 +70,7 @@ def measure_adaptive(overrides: Sequence[str]) -> dict[str, float]:
     """Compare both ways to the same verdicts, on what `rank_heads` would run with `overrides`."""
     config = make_config([*overrides, "tracker=none"])
     prepared = prepare(config)
-    shape = head_shape(prepared.loaded.model)
-    heads = select_heads(config.heads, shape.num_layers, shape.num_heads)
+    heads = choose_heads(prepared, config)
     exhaustive, verdict_of, _ = timed_verdicts(prepared, heads, config, "exhaustive")
     adaptive, adaptive_verdict_of, share = timed_verdicts(prepared, heads, config, "adaptive")
     settled = [
@@ -61,7 +81,7 @@ def measure_adaptive(overrides: Sequence[str]) -> dict[str, float]:
     same = sum(verdict_of[head] == adaptive_verdict_of[head] for head in settled)
     return {
         "adaptive.num_heads": len(heads),
-        "adaptive.num_windows": len(prepared.windows),
+        "adaptive.num_windows": len(prepared.sample.windows),
         "adaptive.exhaustive_seconds": exhaustive,
         "adaptive.adaptive_seconds": adaptive,
         "adaptive.exhaustive_over_adaptive": exhaustive / adaptive,
@@ -84,11 +104,11 @@ def measure_growth() -> dict[str, list[tuple[int, float]]]:
     every = [Head(layer, head) for layer in range(4) for head in range(8)]
 
     def seconds(heads: Sequence[Head], num_windows: int) -> float:
-        few = replace(prepared, windows=prepared.windows[:num_windows])
-        with tempfile.TemporaryDirectory() as directory:
-            start = time.perf_counter()
-            measure_losses(few, heads, config, Path(directory), lambda amount, left=None: None)
-            return time.perf_counter() - start
+        sample = replace(prepared.sample, windows=prepared.sample.windows[:num_windows])
+        few = replace(prepared, sample=sample)
+        start = time.perf_counter()
+        measured(few, heads, config, Progress())
+        return time.perf_counter() - start
 
     seconds(every, 4)
     return {

@@ -17,11 +17,11 @@ import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mhaprune.architectures import output_projections
-from mhaprune.kernels import Product
-from mhaprune.perplexity import window_batch
-from mhaprune.replay import replay
-from mhaprune.windows import make_windows
+from mhaprune.measure.replay import replay
+from mhaprune.model.architectures import output_projections
+from mhaprune.model.kernels import Product
+from mhaprune.text.sample import window_batch
+from mhaprune.text.windows import make_windows
 
 NUM_LAYERS, NUM_HEADS, D_MODEL, VOCAB, CONTEXT = 12, 12, 768, 50_257, 1024
 

@@ -1,4 +1,4 @@
-"""Draw the two attention patterns of the toy in `mhaprune/attention_toy.py`.
+"""Draw the two attention patterns of the toy in `mhaprune/model/attention_toy.py`.
 
     python scripts/draw_attention_toy.py
 
@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from mhaprune.attention_toy import WORDS, toy_attention
-from mhaprune.report import save_png
+from mhaprune.model.attention_toy import WORDS, toy_attention
+from mhaprune.review.pictures import save_png
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "attention_toy.png"
 TITLES = (

@@ -1,6 +1,6 @@
-"""Train the demo model that ships with the package, on the stories of `mhaprune/stories.py`.
+"""Train the demo model that ships with the package, on the stories of `mhaprune/text/stories.py`.
 
-    python scripts/train_demo_model.py --out mhaprune/demo_model
+    python scripts/train_demo_model.py --out mhaprune/model/demo_model
 
 About an hour on two cores. What made the attention heads of the textbook appear at all in so small
 a model is told in `experiments/LOG.md`: a position table that starts as sinusoids, small token
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from mhaprune.patterns import induction_score, previous_token_score, repeated_random_tokens
-from mhaprune.stories import stories
+from mhaprune.roles.patterns import induction_score, previous_token_score, repeated_random_tokens
+from mhaprune.text.stories import stories
 
 CONTEXT_LENGTH, VOCAB_SIZE, D_MODEL, ROWS = 256, 1024, 128, 16
 END, END_ID = "<|endoftext|>", 0

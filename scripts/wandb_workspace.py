@@ -4,7 +4,8 @@ pip install wandb-workspaces
 python scripts/wandb_workspace.py --entity TEAM --project mhaprune   # saves it; needs a key
 python scripts/wandb_workspace.py --json FILE                        # neither key nor network
 
-It shows what the programs log (`mhaprune/tracking.py`) of all runs that are visible in the project.
+It shows what the programs log (`mhaprune/run/tracking.py`) of all runs that are visible in the
+project.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mhaprune.config import CONF_DIR
-from mhaprune.results import write_json
-from mhaprune.statistics import VERDICTS
+from mhaprune.run.config import CONF_DIR
+from mhaprune.stats.effects import VERDICTS
+from mhaprune.tables.files import write_json
 
 NAME = "Attention heads"
 

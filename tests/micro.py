@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from mhaprune.architectures import OUTPUT_PROJECTIONS, head_shape, output_projections
-from mhaprune.heads import Head
+from mhaprune.model.architectures import OUTPUT_PROJECTIONS, head_shape, output_projections
+from mhaprune.model.heads import Head
 
 A, B, C = np.array([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]])
 

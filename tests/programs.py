@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mhaprune import config
-from mhaprune.launch import run_program
+from mhaprune.run import config
+from mhaprune.run.launch import run_program
 
 SCHEMAS = {
     "rank_heads": config.RankHeadsConfig,

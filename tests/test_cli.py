@@ -5,7 +5,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from tiny import make_place
 
 from experiments import rank_heads
 from mhaprune import cli
-from mhaprune.config import CONF_DIR, RankHeadsConfig
-from mhaprune.launch import run_program
-from mhaprune.results import write_json
+from mhaprune.review.report import rerun_command
+from mhaprune.run import reproducing, syncing
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig
+from mhaprune.run.launch import run_program
+from mhaprune.tables.files import write_json
+from mhaprune.tables.manifest import PROGRAMS, program_of
 
 SWEEP = [
     *("model=local", "model.path=model", "model.device=cpu", "dataset=text"),
@@ -139,7 +143,7 @@ def test_reproduce_ends_with_1_where_the_numbers_are_not_the_same(
         say("it [b]said[/b] so")
         return agrees
 
-    monkeypatch.setattr(cli, "reproduce", reproduce)
+    monkeypatch.setattr(reproducing, "reproduce", reproduce)
     assert command("reproduce", "a/run") == (code, ["it [b]said[/b] so"], [])
     assert command("reproduce", "a/run", "--out", "new")[0] == code
     assert asked == [(Path("a/run"), None), (Path("a/run"), Path("new"))]
@@ -164,7 +168,7 @@ def test_sync_goes_on_after_a_run_that_was_not_taken_and_ends_with_1(command, mo
         asked.append((run, mode))
         return run.name != "a"
 
-    monkeypatch.setattr(cli, "sync_run", sync_run)
+    monkeypatch.setattr(syncing, "sync_run", sync_run)
     assert command("sync", "a", "b") == (1, [], [])
     assert asked == [(Path("a"), "online"), (Path("b"), "online")]
     assert command("sync", "--offline", "b") == (0, [], [])
@@ -208,22 +212,110 @@ def test_a_command_line_that_is_none_ends_with_the_usage_and_exit_code_2(command
     assert "error: " in errors[-1]
 
 
-def test_help_names_every_command_and_every_command_has_its_own(command):
+def test_help_names_every_command_in_a_line_and_every_command_has_its_own(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, lines, errors = command("--help")
     assert (code, errors) == (0, [])
-    words = " ".join(lines)
-    assert words.startswith("usage: mhaprune [-h] COMMAND ...")
+    assert lines[0] == "usage: mhaprune [-h] [-V] COMMAND ..."
+    listed = [line.split()[0] for line in lines if line.startswith("    ")]
+    assert listed == [*cli.PROGRAMS, *cli.COMMANDS]
     for name in cli.COMMANDS:
-        assert f"    {name} " in words
         assert command(name, "--help")[1][0].startswith(f"usage: mhaprune {name} [-h]")
 
 
-def test_the_console_script_of_the_package_is_this_one():
+def test_the_console_script_of_the_package_is_this_one(monkeypatch, capfd):
+    """Started without arguments of its own, it takes those of the command line."""
     project = tomllib.loads((CONF_DIR.parent / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"mhaprune": "mhaprune.cli:main"}
-    script = "from mhaprune.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", script, "report", "nowhere"], capture_output=True)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == (
-        b"error: nowhere is not the directory of a run: it has no manifest.json\n"
+    main = EntryPoint("mhaprune", project["scripts"]["mhaprune"], "console_scripts").load()
+    monkeypatch.setattr(sys, "argv", ["mhaprune", "report", "nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capfd.readouterr() == (
+        *("", "error: nowhere is not the directory of a run: it has no manifest.json\n"),
     )
+
+
+# ---- what a command imports
+
+
+SLOW = ["torch", "transformers", "matplotlib", "wandb", "hydra", "datasets"]
+IMPORTED = """
+import sys
+from mhaprune.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as stop:
+    assert stop.code == 0
+print(*(name for name in {slow} if name in sys.modules))
+"""
+
+
+def imported_by(*arguments: str, slow: Sequence[str] = SLOW) -> str:
+    """Which of the slow libraries a command imports, in a fresh interpreter."""
+    program = IMPORTED.format(slow=list(slow))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("sweep")
+def test_looking_at_finished_runs_takes_no_torch():
+    runs = [f"sweep/{ZERO}", f"sweep/{MEAN}"]
+    assert imported_by("compare", *runs) == ""
+    assert imported_by("--help", slow=[*SLOW, "scipy.stats"]) == ""
+
+
+@pytest.mark.usefixtures("sweep")
+def test_writing_a_page_takes_no_torch():
+    assert imported_by("report", f"sweep/{ZERO}", slow=[*SLOW, "scipy.stats"]) == ""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import mhaprune; early = set(sys.modules); import transformers",
+        "import mhaprune; early = set(sys.modules); from transformers.models import auto",
+        "import importlib.util as util, mhaprune; early = set(sys.modules); "
+        "util.find_spec('transformers'); import transformers",
+        "early = set(); import transformers; import mhaprune",
+    ],
+)
+def test_transformers_knows_our_models_in_either_order_of_imports(imports):
+    program = f"""
+import sys
+{imports}
+from transformers import AutoConfig
+assert not early & {{*{SLOW}}}
+config = AutoConfig.for_model("mhaprune_gpt2")
+print(type(config).__module__, sum("AfterTransf" in type(x).__name__ for x in sys.meta_path))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "mhaprune.prune.modeling_pruned 0\n", done.stderr
+
+
+# ---- the command of a run
+
+
+@pytest.mark.parametrize(
+    ("command", "program", "again"),
+    [
+        (["mhaprune", "rank", "a=b c"], "rank_heads", "mhaprune rank 'a=b c'"),
+        (["mhaprune", "scores"], "compare_scores", "mhaprune scores"),
+        (["experiments/prune_heads.py", "a"], "prune_heads", "python experiments/prune_heads.py a"),
+        (["/x/head_atlas.py"], "head_atlas", "python experiments/head_atlas.py"),
+    ],
+)
+def test_a_run_is_named_and_run_again_by_the_command_it_was_started_with(command, program, again):
+    assert program_of({"command": command}) == program
+    assert rerun_command({"command": command}) == again
+
+
+def test_every_program_is_a_command():
+    assert list(cli.PROGRAMS) == list(PROGRAMS)
+    for command, (module, _) in cli.PROGRAMS.items():
+        source = (CONF_DIR.parent / "mhaprune" / "run" / f"{module}.py").read_text()
+        assert f"def {PROGRAMS[command]}(" in source

@@ -13,15 +13,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from programs import resume
+from tiny import measure_losses
 
-from mhaprune.comparing import compare_runs
-from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
-from mhaprune.heads import select_heads
-from mhaprune.measuring import measure_losses
-from mhaprune.reporting import write_report
-from mhaprune.reproducing import reproduce
-from mhaprune.runs import prepare
-from mhaprune.syncing import sync_run
+from mhaprune.model.heads import select_heads
+from mhaprune.review.report import write_report
+from mhaprune.run.comparing import compare_runs
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.prepare import prepare
+from mhaprune.run.reproducing import reproduce
+from mhaprune.run.syncing import sync_run
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROGRAMS = {
@@ -180,8 +180,8 @@ def test_effects_of_the_demo_model_are_what_they_were(tmp_path, kind, engine):
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = validate(compose("rank_heads", overrides), RankHeadsConfig)
     prepared, heads = prepare(config), select_heads(["L*H*"], 4, 8)
-    losses = measure_losses(prepared, heads, config, tmp_path, lambda amount, left=None: None)
-    effects = (losses.ablated_nats - losses.intact_nats).sum(1) / prepared.num_tokens.sum()
+    losses = measure_losses(prepared, heads, config, tmp_path)
+    effects = (losses.ablated_nats - losses.intact_nats).sum(1) / prepared.sample.num_tokens.sum()
     golden = values(FIXTURES / "effects.json")[kind]
     assert list(golden) == [str(head) for head in heads]
     np.testing.assert_allclose(effects, list(golden.values()), rtol=0, atol=1e-12)

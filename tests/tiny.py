@@ -1,5 +1,6 @@
 """Tiny models, tokenizers and runs made on the fly, for tests: random weights, as GPT-2."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,24 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from mhaprune.config import (
+from mhaprune.measure.measurer import Losses
+from mhaprune.measure.progress import Progress, View
+from mhaprune.measure.subject import Subject
+from mhaprune.model.heads import Head
+from mhaprune.run import measuring
+from mhaprune.run.config import (
     AblationConfig,
     DatasetConfig,
     EvaluationConfig,
+    MeasureConfig,
     ModelConfig,
     RankHeadsConfig,
     TrackerConfig,
 )
-from mhaprune.runs import Prepared
-from mhaprune.stories import story_texts
-from mhaprune.text import Tokens
+from mhaprune.run.measuring import make_subject, with_ablation
+from mhaprune.run.prepare import Prepared
+from mhaprune.text.stories import story_texts
+from mhaprune.text.tokens import Tokens
 
 END = "<|endoftext|>"
 TRAINING_TEXT = "the cat sat on the mat because it was tired and the mat was soft"
@@ -99,4 +107,56 @@ def other_weights(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
 
 def other_calibration(prepared: Prepared, config: RankHeadsConfig) -> Prepared:
     """The same run with another calibration text, by its hash."""
-    return replace(prepared, calibration=replace(prepared.calibration, hash="other"))
+    return replace(
+        prepared,
+        calibration=replace(
+            prepared.calibration, tokens=replace(prepared.calibration.tokens, hash="other")
+        ),
+    )
+
+
+class Bar:
+    """A view of progress that notes what was done, how much there was in all, and what was said."""
+
+    def __init__(self) -> None:
+        self.amounts: list[int] = []
+        self.totals: list[int] = []
+        self.heads: list[int] = []
+        self.said: list[str] = []
+        self.completed = 0
+
+    def show(self, progress: Progress) -> None:
+        self.amounts.append(progress.rows_done - self.completed)
+        self.completed = progress.rows_done
+        total = progress.rows_done + progress.rows_left
+        if self.totals[-1:] != [total]:
+            self.totals.append(total)
+        if self.heads[-1:] != [progress.heads_done]:
+            self.heads.append(progress.heads_done)
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+
+def subject_of(
+    prepared: Prepared, heads: Sequence[Head], config: MeasureConfig, view: View | None = None
+) -> Subject:
+    """The subject as programs make it, against the ablation that is configured."""
+    progress = Progress([view] if view else [])
+    subject = make_subject(prepared, heads, config)
+    return with_ablation(subject, prepared.calibration, config.ablation, progress)
+
+
+def measure_losses(
+    prepared: Prepared,
+    heads: Sequence[Head],
+    config: MeasureConfig,
+    directory: Path,
+    view: View | None = None,
+    shard: tuple[int, int] | None = None,
+) -> Losses:
+    """Measure as programs do."""
+    progress = Progress([view] if view else [])
+    subject = subject_of(prepared, heads, config, view)
+    with measuring.measuring(subject, prepared, config, directory, progress) as measurer:
+        return measuring.measure_losses(measurer, config.evaluation, shard)

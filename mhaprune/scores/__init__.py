@@ -1,0 +1,1 @@
+"""Scores of heads, one file for each estimator, and the catalogue that names them."""

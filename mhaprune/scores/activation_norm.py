@@ -8,10 +8,10 @@ Needs no loss and no gradient: the baseline that any method should beat. See arX
 import numpy as np
 import torch
 
-from mhaprune.architectures import output_projections, output_weights
-from mhaprune.gating import captured_z
-from mhaprune.perplexity import window_batch
-from mhaprune.scores.estimate import Estimate, Subject, batches, estimate_rates
+from mhaprune.measure.subject import Subject
+from mhaprune.model.architectures import output_projections, output_weights
+from mhaprune.model.gating import captured_z
+from mhaprune.scores.estimate import Estimate, batches, estimate_rates
 
 
 @torch.no_grad()
@@ -19,10 +19,10 @@ def activation_norm(subject: Subject) -> Estimate:
     """Return the mean Euclidean norm of each head's contribution over all input positions."""
     shape, model = subject.shape, subject.model
     weights = [output_weights(module, shape.num_heads) for module in output_projections(model)]
-    sums = np.zeros((shape.num_layers, shape.num_heads, len(subject.windows)))
-    lengths = np.array([window.num_inputs for window in subject.windows])
+    sums = np.zeros((shape.num_layers, shape.num_heads, len(subject.sample.windows)))
+    lengths = np.array([window.num_inputs for window in subject.sample.windows])
     for numbers in batches(subject):
-        inputs, _ = window_batch(subject.ids, [subject.windows[number] for number in numbers])
+        inputs, _ = subject.sample.batch(numbers)
         is_input = torch.arange(inputs.shape[1]) < torch.tensor(lengths[numbers])[:, None]
         with captured_z(model) as captured:
             model.base_model(inputs.to(model.device), use_cache=False)

@@ -5,64 +5,16 @@ gate 1 to gate 0 by about -dL/dgate = sum (baseline - z) . dL/dz. Attribution pa
 Syed, Rager, Conmy 2023, arXiv 2310.10348.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-
-from mhaprune.architectures import head_shape
-from mhaprune.baselines import Ablation
-from mhaprune.scores.estimate import (
-    Estimate,
-    Subject,
-    estimate_rates,
-    loss_and_slope,
-    rows_for_gradients,
-    slopes,
-)
-from mhaprune.scores.leave_one_out import Unit
-from mhaprune.windows import Window
+from mhaprune.measure.subject import Subject
+from mhaprune.scores.estimate import Estimate, estimate_rates, slopes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 def attribution(subject: Subject) -> Estimate:
     """Return the predicted effect of each head, signed, in nats per token."""
     _, slope = slopes(subject)
     return estimate_rates(subject, -slope, forward_equivalents=3)
-
-
-def predict(
-    model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    units: Iterable[Unit],
-    ablation: Ablation,
-    rows_per_batch: int,
-) -> Iterator[tuple[Unit, Float[Tensor, "variant window"]]]:
-    """Yield each unit with the predicted effects of its heads, or the loss for the intact one.
-
-    Total nats per window in float64; the arguments are those of `leave_one_out.measure`. At most
-    `rows_per_batch` windows go through the model at once, fewer where the backward pass needs much.
-    """
-    shape = head_shape(model)
-    for numbers, group in groupby(units, key=lambda unit: unit.windows):
-        block = list(group)
-        asked = [unit.layer for unit in block if unit.layer is not None]
-        lowest_layer = min(asked, default=shape.num_layers - 1)
-        longest = max(windows[number].num_inputs for number in numbers)
-        rows = rows_for_gradients(model, longest, rows_per_batch, lowest_layer)
-        parts = []
-        for first in range(0, len(numbers), rows):
-            some = numbers[first : first + rows]
-            gate = torch.ones(len(some), shape.num_layers, shape.num_heads)
-            parts.append(loss_and_slope(model, ids, windows, some, ablation, gate, lowest_layer))
-        losses, slope = (torch.cat(part) for part in zip(*parts, strict=True))
-        effects = -slope.permute(1, 2, 0)
-        for unit in block:
-            chosen = losses[None] if unit.layer is None else effects[unit.layer][list(unit.heads)]
-            yield unit, chosen

@@ -2,53 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
 
-from mhaprune.architectures import HeadShape, head_shape
-from mhaprune.baselines import Ablation, Donors, donor_inputs
-from mhaprune.gating import captured_z, gate_heads
-from mhaprune.heads import Head
-from mhaprune.kernels import fast_linears, swapped
-from mhaprune.perplexity import target_nats, window_batch
-from mhaprune.windows import Window
+from mhaprune.measure.gradients import loss_and_slope, rows_for_gradients
+from mhaprune.measure.subject import Subject
+from mhaprune.model.heads import Head
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-NUMBERS_AT_ONCE = 2**29  # kept for the backward pass: 2 GiB in float32
-_WIDTHS = 34  # of the model, kept by each block: streams, q, k, v, z, both sides of the MLP
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The heads that are scored, of a model, on windows of a text, against an ablation.
-
-    At most `rows_per_batch` windows go through the model at once. `seed` is that of everything
-    random.
-    """
-
-    model: "PreTrainedModel"
-    ids: Int[Tensor, "token"]
-    windows: tuple[Window, ...]
-    heads: tuple[Head, ...]
-    ablation: Ablation = None
-    rows_per_batch: int = 16
-    engine: Literal["replay", "gating"] = "gating"
-    seed: int = 0
-
-    @property
-    def shape(self) -> HeadShape:
-        return head_shape(self.model)
-
-    @property
-    def num_tokens(self) -> Int[np.ndarray, "window"]:
-        """Scored tokens of each window."""
-        return np.array([window.num_scored for window in self.windows])
+    pass
 
 
 @dataclass(frozen=True)
@@ -80,7 +45,7 @@ def estimate_rates(
     `tokens` are the scored tokens of each window, unless totals are over something else.
     se = sqrt(n/(n-1) * sum over windows (total - value * tokens)^2) / tokens (Cochran 1977, ch. 6).
     """
-    tokens = subject.num_tokens if tokens is None else tokens
+    tokens = subject.sample.num_tokens if tokens is None else tokens
     value = nats.sum(-1) / tokens.sum()
     residual = nats - value[..., None] * tokens
     n = len(tokens)
@@ -114,61 +79,9 @@ def only(
 
 def batches(subject: Subject) -> Iterator[list[int]]:
     """Cut the numbers of the windows into batches that a backward pass has room for."""
-    longest = max(window.num_inputs for window in subject.windows)
-    rows = rows_for_gradients(subject.model, longest, subject.rows_per_batch)
-    numbers = range(len(subject.windows))
+    rows = rows_for_gradients(subject, subject.sample.longest())
+    numbers = range(len(subject.sample.windows))
     yield from (list(numbers[first : first + rows]) for first in numbers[::rows])
-
-
-def rows_for_gradients(
-    model: "PreTrainedModel", length: int, rows_per_batch: int, lowest_layer: int = 0
-) -> int:
-    """Return how many windows may go forward and backward at once: `rows_per_batch` at most.
-
-    Nothing is kept of the layers below the lowest that is gated.
-    """
-    shape = head_shape(model)
-    kept = _WIDTHS * (shape.num_layers - lowest_layer) * shape.num_heads * shape.d_head
-    kept += 2 * model.config.get_text_config().vocab_size
-    return max(1, min(rows_per_batch, NUMBERS_AT_ONCE // (length * kept)))
-
-
-def loss_and_slope(
-    model: "PreTrainedModel",
-    ids: Int[Tensor, "token"],
-    windows: Sequence[Window],
-    numbers: Sequence[int],
-    ablation: Ablation,
-    gate: Float[Tensor, "..."],
-    lowest_layer: int = 0,
-) -> tuple[Float[Tensor, "window"], Float[Tensor, "..."]]:
-    """Return the loss of windows `numbers` with heads gated, and its gradient by the gate.
-
-    `gate` is `window layer head` or, for a slope at each position, `window pos layer head`. Layers
-    below the lowest are not gated, and have a gradient of zero. Total nats; both are float64 on the
-    CPU. No gradient is left in the model.
-    """
-    inputs, targets = window_batch(ids, [windows[number] for number in numbers])
-    baseline = baseline_of(model, ablation, numbers, inputs.shape[1])
-    leaf = gate.to(model.device, model.dtype).detach().requires_grad_(True)
-    linears = swapped(fast_linears(model))
-    with linears, torch.enable_grad(), gate_heads(model, leaf, baseline, lowest_layer):
-        logits = model(inputs.to(model.device), use_cache=False).logits
-        nats = target_nats(logits, targets.to(model.device))
-        (slope,) = torch.autograd.grad(nats.sum(), leaf)
-    return nats.detach().cpu(), slope.double().cpu()
-
-
-def baseline_of(
-    model: "PreTrainedModel", ablation: Ablation, numbers: Sequence[int], length: int
-) -> Float[Tensor, "layer head d_head"] | list[Tensor] | None:
-    """Return what `gate_heads` takes as baseline: constants, or z of the windows' donors."""
-    if not isinstance(ablation, Donors):
-        return ablation
-    donors = donor_inputs(ablation, numbers, length)
-    with torch.no_grad(), captured_z(model) as z:
-        model.base_model(donors.to(model.device), use_cache=False)
-    return z
 
 
 def slopes(
@@ -179,9 +92,7 @@ def slopes(
     losses, gradients = [], []
     for numbers in batches(subject):
         gate = torch.full((len(numbers), shape.num_layers, shape.num_heads), level)
-        nats, slope = loss_and_slope(
-            subject.model, subject.ids, subject.windows, numbers, subject.ablation, gate
-        )
+        nats, slope = loss_and_slope(subject, numbers, gate)
         losses.append(nats.numpy())
         gradients.append(slope.numpy().transpose(1, 2, 0))
     return np.concatenate(losses), np.concatenate(gradients, -1)

@@ -11,14 +11,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from mhaprune.scores.estimate import (
-    Estimate,
-    Subject,
-    batches,
-    estimate_rates,
-    loss_and_slope,
-    slopes,
-)
+from mhaprune.measure.gradients import loss_and_slope
+from mhaprune.measure.subject import Subject
+from mhaprune.scores.estimate import Estimate, batches, estimate_rates, slopes
 
 
 def gradient(
@@ -47,10 +42,8 @@ def gradient(
 def _slopes_at_tokens(subject: Subject) -> Float[np.ndarray, "layer head window"]:
     shape, parts = subject.shape, []
     for numbers in batches(subject):
-        length = max(subject.windows[number].num_inputs for number in numbers)
+        length = subject.sample.longest(numbers)
         gate = torch.ones(len(numbers), length, shape.num_layers, shape.num_heads)
-        _, slope = loss_and_slope(
-            subject.model, subject.ids, subject.windows, numbers, subject.ablation, gate
-        )
+        _, slope = loss_and_slope(subject, numbers, gate)
         parts.append(slope.abs().sum(1).permute(1, 2, 0).numpy())
     return np.concatenate(parts, -1)

@@ -7,7 +7,8 @@ so that the values sum to L(all off) - L(all on). Sundararajan, Taly, Yan 2017, 
 
 import numpy as np
 
-from mhaprune.scores.estimate import Estimate, Subject, estimate_rates, slopes
+from mhaprune.measure.subject import Subject
+from mhaprune.scores.estimate import Estimate, estimate_rates, slopes
 
 
 def integrated_gradients(subject: Subject, *, steps: int = 16) -> Estimate:
@@ -17,7 +18,9 @@ def integrated_gradients(subject: Subject, *, steps: int = 16) -> Estimate:
     also those that were not asked for.
     """
     nodes, weights = np.polynomial.legendre.leggauss(steps)
-    nats = np.zeros((subject.shape.num_layers, subject.shape.num_heads, len(subject.windows)))
+    nats = np.zeros(
+        (subject.shape.num_layers, subject.shape.num_heads, len(subject.sample.windows))
+    )
     for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
         nats -= weight * slopes(subject, float(node))[1]
     return estimate_rates(subject, nats, forward_equivalents=3 * steps)

@@ -16,13 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mhaprune.scores.estimate import (
-    Estimate,
-    Subject,
-    loss_and_slope,
-    only,
-    rows_for_gradients,
-)
+from mhaprune.measure.gradients import loss_and_slope, rows_for_gradients
+from mhaprune.measure.subject import Subject
+from mhaprune.scores.estimate import Estimate, only
 
 TEMPERATURE, LOW, HIGH = 0.33, -0.1, 1.1
 LAMBDAS = (0.003, 0.01, 0.03, 0.1)
@@ -55,7 +51,7 @@ def learned_gates(
     value = sweep.open_probability.mean(0)
     chunks = _chunks(subject, windows_per_step)
     num_rows = sum(len(chunks[step % len(chunks)]) for step in range(steps)) * len(sweep.lambdas)
-    return Estimate(only(subject, value), None, 3 * num_rows / len(subject.windows))
+    return Estimate(only(subject, value), None, 3 * num_rows / len(subject.sample.windows))
 
 
 def train_gates(
@@ -113,7 +109,7 @@ def _hard_concrete(
 
 def _chunks(subject: Subject, windows_per_step: int) -> list[range]:
     """Cut the numbers of the windows into those of each step."""
-    numbers = range(len(subject.windows))
+    numbers = range(len(subject.sample.windows))
     return [numbers[first : first + windows_per_step] for first in numbers[::windows_per_step]]
 
 
@@ -121,12 +117,10 @@ def _slopes_per_token(
     subject: Subject, numbers: Sequence[int], gate: Float[Tensor, "window layer head"]
 ) -> Float[Tensor, "window layer head"]:
     """Return the gradient by the gates of the windows' loss in nats per token."""
-    model, windows = subject.model, subject.windows
-    longest = max(windows[number].num_inputs for number in numbers)
-    rows = rows_for_gradients(model, longest, subject.rows_per_batch)
+    rows = rows_for_gradients(subject, subject.sample.longest(numbers))
     slopes = [
-        loss_and_slope(model, subject.ids, windows, some, subject.ablation, some_gate)[1]
+        loss_and_slope(subject, some, some_gate)[1]
         for first in range(0, len(numbers), rows)
         for some, some_gate in [(numbers[first : first + rows], gate[first : first + rows])]
     ]
-    return torch.cat(slopes) / sum(windows[number].num_scored for number in numbers)
+    return torch.cat(slopes) / int(subject.sample.num_tokens[list(numbers)].sum())

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from mhaprune.scores.estimate import Estimate, Subject, only
+from mhaprune.measure.subject import Subject
+from mhaprune.scores.estimate import Estimate, only
 
 
 def random(subject: Subject) -> Estimate:

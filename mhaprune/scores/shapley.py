@@ -9,9 +9,11 @@ in antithetic pairs: each random order and its reverse (Mitchell et al. 2022, ar
 import numpy as np
 from jaxtyping import Float, Int
 
-from mhaprune.gating import gate_heads, gates_of
-from mhaprune.perplexity import row_nats, window_batch
-from mhaprune.scores.estimate import Estimate, Subject, baseline_of, estimate_rates, spread
+from mhaprune.measure.gradients import baseline_of
+from mhaprune.measure.perplexity import row_nats
+from mhaprune.measure.subject import Subject
+from mhaprune.model.gating import gate_heads, gates_of
+from mhaprune.scores.estimate import Estimate, estimate_rates, spread
 
 
 def shapley(subject: Subject, *, pairs_per_window: int = 1) -> Estimate:
@@ -25,8 +27,8 @@ def shapley(subject: Subject, *, pairs_per_window: int = 1) -> Estimate:
     num_orders = 2 * pairs_per_window
     num_heads = len(subject.heads)
     generator = np.random.default_rng(subject.seed)
-    nats = np.zeros((num_heads, len(subject.windows)))
-    for number in range(len(subject.windows)):
+    nats = np.zeros((num_heads, len(subject.sample.windows)))
+    for number in range(len(subject.sample.windows)):
         for _ in range(pairs_per_window):
             order = generator.permutation(num_heads)
             for one in (order, order[::-1]):
@@ -40,8 +42,8 @@ def _losses_on_the_way(
 ) -> Float[np.ndarray, "steps"]:
     """Return a window's loss with no head off, then the first of the order, the first two, ..."""
     model, device = subject.model, subject.model.device
-    inputs, targets = window_batch(subject.ids, [subject.windows[number]])
-    baseline = baseline_of(model, subject.ablation, [number], inputs.shape[1])
+    inputs, targets = subject.sample.batch([number])
+    baseline = baseline_of(subject, [number], inputs.shape[1])
     heads = [subject.heads[index] for index in order]
     gate = gates_of([heads[:count] for count in range(len(heads) + 1)], subject.shape)
     losses = []

@@ -13,11 +13,11 @@ import pytest
 from scipy import stats
 
 from experiments import compare_scores as program
-from mhaprune import scoring
-from mhaprune.agreement import rank_agreement
-from mhaprune.config import CompareScoresConfig
-from mhaprune.launch import run_program
+from mhaprune.run import scoring
+from mhaprune.run.config import CompareScoresConfig
+from mhaprune.run.launch import run_program
 from mhaprune.scores.catalogue import SCORES
+from mhaprune.stats.agreement import rank_agreement
 
 SMALL = [
     *("heads=[L0H*]", "evaluation.context_length=32"),
@@ -145,6 +145,7 @@ def test_the_agreement_is_that_of_calibration_scores_with_evaluation_effects(run
 @pytest.mark.parametrize("ablation", ["mean", "resample", "optimal"])
 def test_scores_are_compared_against_every_ablation(run, ablation):
     few = ["~scores", "+scores={gradient: {}, attribution: {}, shapley: {}}"]
+    few += ["heads=[L0H0,L1H1,L3H3]", "evaluation.max_windows=4"]
     directory = run(*few, f"ablation={ablation}", *(["ablation.steps=2"] * (ablation == "optimal")))
     assert [row["score"] for row in rows_in(directory / "agreement.csv")] == [
         *("gradient", "attribution", "shapley")
@@ -154,6 +155,8 @@ def test_scores_are_compared_against_every_ablation(run, ablation):
 def test_two_comparisons_give_the_same_scores_without_those_that_are_left_out(run):
     left_out = ["leave_one_out", "gradient", "fisher", "attribution", "activation_norm"]
     without = [f"~scores.{name}" for name in left_out]
+    without += ["heads=[L0H0,L1H1,L2H2,L3H3]", "scores.learned_gates.steps=2"]
+    without += ["evaluation.max_windows=4"]
     first, second = (run(*without, name=name) for name in ("a", "b"))
     assert (first / "scores.csv").read_bytes() == (second / "scores.csv").read_bytes()
     agreements = [rows_in(directory / "agreement.csv") for directory in (first, second)]

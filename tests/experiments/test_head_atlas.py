@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments import head_atlas as program
 from experiments import rank_heads
-from mhaprune.config import HeadAtlasConfig, RankHeadsConfig
-from mhaprune.launch import run_program
-from mhaprune.load import DEMO_MODEL_DIR
-from mhaprune.patterns import ROLES
-from mhaprune.stories import story_texts
+from mhaprune.model.load import DEMO_MODEL_DIR
+from mhaprune.roles.patterns import ROLES
+from mhaprune.run.config import HeadAtlasConfig, RankHeadsConfig
+from mhaprune.run.launch import run_program
+from mhaprune.text.stories import story_texts
 
 SMALL = [
     *("evaluation.context_length=64", "evaluation.max_windows=4"),

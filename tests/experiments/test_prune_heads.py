@@ -12,10 +12,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from experiments import prune_heads as program
-from mhaprune.config import PruneHeadsConfig, validate
-from mhaprune.launch import run_program
-from mhaprune.perplexity import row_nats, window_batch
-from mhaprune.runs import prepare
+from mhaprune.measure.perplexity import row_nats
+from mhaprune.run.config import PruneHeadsConfig, validate
+from mhaprune.run.launch import run_program
+from mhaprune.run.prepare import prepare
+from mhaprune.text.sample import window_batch
 
 SMALL = [
     *("heads=[L0H*,L3H*]", "dataset.num_stories=60", "evaluation.context_length=64"),
@@ -144,13 +145,13 @@ def test_the_exported_model_loads_and_loses_what_the_curve_says(pruned):
     prepared = prepare(config)
     model = AutoModelForCausalLM.from_pretrained(pruned / "dense").eval()
     assert type(model).__name__ == "GPT2LMHeadModel"
-    nats = row_nats(model, *window_batch(prepared.tokens.ids, prepared.windows)).sum()
+    nats = row_nats(model, *window_batch(prepared.sample.tokens.ids, prepared.sample.windows)).sum()
     [row] = [
         row
         for row in rows_in(pruned / "run" / "curve.csv")
         if [row[name] for name in COLUMNS[:3]] == ["leave_one_out", "least", "8"]
     ]
-    found = float(nats) / int(prepared.num_tokens.sum())
+    found = float(nats) / int(prepared.sample.num_tokens.sum())
     assert found == pytest.approx(float(row["nats_per_token"]), abs=1e-5)
     manifest = read(pruned / "dense" / "manifest.json")
     assert manifest["ordering"] == "leave_one_out"

@@ -24,11 +24,12 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 from experiments import rank_heads as program
-from mhaprune import measuring, ranking
-from mhaprune.config import CONF_DIR, RankHeadsConfig, validate
-from mhaprune.heads import Head, select_heads
-from mhaprune.launch import run_program
-from mhaprune.stories import story_texts
+from mhaprune.measure import measurer
+from mhaprune.model.heads import Head, select_heads
+from mhaprune.run import ranking
+from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
+from mhaprune.run.launch import run_program
+from mhaprune.text.stories import story_texts
 
 CONTEXT, NUM_WINDOWS = 16, 6
 HEADS = select_heads(["L*H*"], 2, 4)
@@ -426,7 +427,7 @@ def test_an_adaptive_run_that_is_interrupted_goes_on_to_the_same_bytes(
 ):
     whole = run(*place.arguments(40, *ADAPTIVE), name="whole")
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "measure", interrupted_after(4))
+        patch.setattr(measurer, "measure", interrupted_after(4))
         with pytest.raises(SystemExit):
             run(*place.arguments(40, *ADAPTIVE))
     assert 0 < len(lines_in(tmp_path / "run")) < len(lines_in(whole))
@@ -474,7 +475,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(run, place, tmp_path):
 
 
 def interrupted_after(num_units: int) -> Callable[..., Iterator[Any]]:
-    measure = measuring.measure
+    measure = measurer.measure
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
         for number, measured in enumerate(measure(*arguments, **options)):
@@ -489,7 +490,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_measures_only_the_rest(
     run, place, tmp_path, monkeypatch, capfd
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "measure", interrupted_after(4))
+        patch.setattr(measurer, "measure", interrupted_after(4))
         with pytest.raises(SystemExit) as stop:
             run(*place.arguments())
     assert stop.value.code == 130
@@ -508,7 +509,7 @@ def test_resuming_a_finished_run_changes_no_number_and_measures_nothing(run, pla
     directory = run(*place.arguments())
     dated = {"manifest.json", "report.html"}
     before = {name: (directory / name).read_bytes() for name in FILES - dated}
-    monkeypatch.setattr(measuring, "measure", interrupted_after(0))
+    monkeypatch.setattr(measurer, "measure", interrupted_after(0))
     run(f"resume={directory}", name=None)
     assert {name: (directory / name).read_bytes() for name in before} == before
 

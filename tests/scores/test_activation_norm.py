@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.architectures import output_projections
-from mhaprune.gating import captured_z
-from mhaprune.heads import Head
+from mhaprune.measure.subject import Subject
+from mhaprune.model.architectures import output_projections
+from mhaprune.model.gating import captured_z
+from mhaprune.model.heads import Head
 from mhaprune.scores.activation_norm import activation_norm
-from mhaprune.scores.estimate import Subject
-from mhaprune.windows import Window
+from mhaprune.text.sample import Sample
+from mhaprune.text.windows import Window
 from tests.micro import micro_gpt2, tiny_model
 from tests.subjects import WINDOWS, make_subject
 
@@ -33,7 +34,9 @@ def norms_of_window(model, ids: torch.Tensor) -> np.ndarray:
 def test_it_is_the_mean_norm_over_every_position_that_is_read(model_type):
     model = tiny_model(model_type).double()
     subject = make_subject(model, rows_per_batch=3)
-    sums = np.array([norms_of_window(model, subject.ids[w.start : w.stop - 1]) for w in WINDOWS])
+    sums = np.array(
+        [norms_of_window(model, subject.sample.ids[w.start : w.stop - 1]) for w in WINDOWS]
+    )
     lengths = np.array([12] * 7 + [10])
     found, expected = activation_norm(subject), sums.sum(0) / lengths.sum()
     np.testing.assert_allclose(found.value, expected, rtol=1e-6)
@@ -49,7 +52,7 @@ def test_on_the_micro_model_it_is_the_one_on_paper():
     A, B and C are orthogonal and 2 long, so that these are 4, sqrt(20), 4 and 2 long.
     """
     heads = Head(0, 0), Head(0, 1)
-    subject = Subject(micro_gpt2(), torch.tensor([0, 1, 2]), (Window(0, 3, 1),), heads)
+    subject = Subject(micro_gpt2(), Sample.of(torch.tensor([0, 1, 2]), (Window(0, 3, 1),)), heads)
     found = activation_norm(subject)
     assert found.value[0].tolist() == pytest.approx([(4 + 20**0.5) / 2, (4 + 2) / 2], rel=1e-6)
     assert found.standard_error is None

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from mhaprune.baselines import donor_z, mean_z
-from mhaprune.gating import gate_heads
-from mhaprune.heads import Head
-from mhaprune.perplexity import row_nats, window_batch
-from mhaprune.scores import estimate
-from mhaprune.scores.attribution import attribution, predict
-from mhaprune.scores.estimate import Subject
-from mhaprune.scores.leave_one_out import Ablation, Donors, Unit, leave_one_out, measure, plan
-from mhaprune.windows import Window, make_windows
+from mhaprune.measure import gradients
+from mhaprune.measure.baselines import Ablation, Donors, donor_z, mean_z
+from mhaprune.measure.leave_one_out import Unit, measure, plan
+from mhaprune.measure.perplexity import row_nats
+from mhaprune.measure.prediction import predict
+from mhaprune.measure.subject import Subject
+from mhaprune.model.gating import gate_heads
+from mhaprune.model.heads import Head
+from mhaprune.scores.attribution import attribution
+from mhaprune.scores.leave_one_out import leave_one_out
+from mhaprune.text.sample import Sample, window_batch
+from mhaprune.text.windows import Window, make_windows
 from tests.micro import double_model, micro_gpt2, output_rows, tiny_model
 
 IDS = torch.randint(64, (40,), generator=torch.Generator().manual_seed(4))
@@ -24,20 +27,25 @@ WINDOWS = make_windows(len(IDS), context_length=12, stride=7)  # 5 windows, the 
 HEADS = [Head(layer, head) for layer in range(2) for head in range(4)]
 DONORS = Donors(IDS.flip(0), (Window(0, 13, 1), Window(4, 20, 5), Window(20, 34, 21)))
 KINDS = ("zero", "constant", "donors")
+SAMPLE = Sample.of(IDS, WINDOWS)
 FLOAT32 = 1e-6  # relative; the gate, and so its gradient, is kept in float32
 STEP = 1e-5
 
 
 def make_ablation(model, kind: str) -> Ablation:
-    mean = mean_z(model, IDS, WINDOWS, rows_per_batch=2)
+    mean = mean_z(model, SAMPLE, rows_per_batch=2)
     return {"zero": None, "constant": mean, "donors": DONORS}[kind]
+
+
+def subject_of(model, ablation: Ablation = None, rows_per_batch: int = 8) -> Subject:
+    return Subject(model, SAMPLE, tuple(HEADS), ablation, rows_per_batch)
 
 
 def predictions(model, units, ablation=None, rows_per_batch=8):
     """(head or None, window) -> predicted effect or loss in total nats."""
     return {
         (None if unit.layer is None else Head(unit.layer, unit.heads[variant]), window): float(nats)
-        for unit, result in predict(model, IDS, WINDOWS, units, ablation, rows_per_batch)
+        for unit, result in predict(subject_of(model, ablation, rows_per_batch), units)
         for variant, row in enumerate(result)
         for window, nats in zip(unit.windows, row, strict=True)
     }
@@ -96,7 +104,7 @@ def test_an_effect_too_small_to_bend_the_loss_is_predicted_as_it_is_measured(kin
     units = plan(HEADS, range(len(WINDOWS)), 5)
     ablation = make_ablation(model, kind)
     found = predictions(model, units, ablation)
-    measured = dict(measure(model, IDS, WINDOWS, units, ablation, rows_per_batch=8))
+    measured = dict(measure(subject_of(model, ablation), units))
     intact = measured[units[0]][0]
     for unit in units[1:]:
         effects = measured[unit] - intact
@@ -113,7 +121,7 @@ def test_the_score_of_such_effects_is_the_measured_one_with_its_standard_error(k
     for head in HEADS:
         output_rows(model, head).mul_(1e-6)
     ablation = make_ablation(model, kind)
-    subject = Subject(model, IDS, tuple(WINDOWS), tuple(HEADS), ablation, rows_per_batch=3)
+    subject = subject_of(model, ablation, rows_per_batch=3)
     predicted, measured = attribution(subject), leave_one_out(subject)
     assert predicted.value == pytest.approx(measured.value, rel=1e-3, abs=1e-11)
     assert predicted.standard_error == pytest.approx(measured.standard_error, rel=1e-3, abs=1e-11)
@@ -123,7 +131,7 @@ def test_the_score_of_such_effects_is_the_measured_one_with_its_standard_error(k
 def test_the_score_is_the_sum_of_the_predictions_over_the_tokens():
     model = tiny_model("gpt2").double()
     found = predictions(model, plan(HEADS, range(len(WINDOWS)), 2))
-    score = attribution(Subject(model, IDS, tuple(WINDOWS), tuple(HEADS)))
+    score = attribution(Subject(model, SAMPLE, tuple(HEADS)))
     for head in HEADS:
         total = sum(found[head, window] for window in range(len(WINDOWS)))
         assert score.value[head.layer, head.head] == pytest.approx(total / 39, rel=FLOAT32)
@@ -134,9 +142,10 @@ def test_on_the_micro_model_the_slope_is_the_one_on_paper():
 
     Nats to predict B: n = ln Z - 4 b / r with Z = 2 sum cosh(4 c_i / r) and r = 3.
     """
-    model, ids, windows = micro_gpt2(), torch.tensor([0, 1]), [Window(0, 2, 1)]
-    units = plan([Head(0, 0), Head(0, 1)], [0], 1)
-    (_, intact), (_, found) = predict(model, ids, windows, units, None, rows_per_batch=1)
+    heads = Head(0, 0), Head(0, 1)
+    sample = Sample.of(torch.tensor([0, 1]), [Window(0, 2, 1)])
+    subject = Subject(micro_gpt2(), sample, heads, rows_per_batch=1)
+    (_, intact), (_, found) = predict(subject, plan(heads, [0], 1))
     after = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64, requires_grad=True)
     logits = 4 * after / after.norm()
     nats = (2 * logits.cosh().sum()).log() - logits[1]
@@ -166,7 +175,7 @@ def test_only_the_heads_of_a_unit_come_out_and_in_its_order():
     model = tiny_model("gpt2").double()
     every = predictions(model, plan(HEADS, range(len(WINDOWS)), 5))
     units = [Unit(1, (3, 0), (4, 1, 2)), Unit(0, (2,), (4, 1, 2)), Unit(1, (2,), (0,))]
-    found = list(predict(model, IDS, WINDOWS, units, None, rows_per_batch=8))
+    found = list(predict(subject_of(model), units))
     assert [unit for unit, _ in found] == units
     assert [nats.dtype for _, nats in found] == [torch.float64] * 3
     for unit, nats in found:
@@ -178,7 +187,7 @@ def test_only_the_heads_of_a_unit_come_out_and_in_its_order():
 def test_the_intact_unit_is_the_plain_loss():
     model = tiny_model("llama")
     unit = Unit(None, (), (0, 3))
-    [(same_unit, nats)] = predict(model, IDS, WINDOWS, [unit], None, rows_per_batch=2)
+    [(same_unit, nats)] = predict(subject_of(model, rows_per_batch=2), [unit])
     assert same_unit is unit
     assert nats.tolist() == [row_nats(model, *window_batch(IDS, [WINDOWS[0], WINDOWS[3]])).tolist()]
 
@@ -199,7 +208,7 @@ def test_one_pass_serves_all_layers_and_takes_no_more_rows_than_allowed(monkeypa
     with rows_noted(model) as rows:
         predictions(model, units, rows_per_batch=3)
     assert rows == [3, 2]
-    monkeypatch.setattr(estimate, "NUMBERS_AT_ONCE", 1)  # no memory; one window always goes
+    monkeypatch.setattr(gradients, "NUMBERS_AT_ONCE", 1)  # no memory; one window always goes
     with rows_noted(model) as rows:
         predictions(model, units, rows_per_batch=3)
     assert rows == [1] * 5

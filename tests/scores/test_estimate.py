@@ -6,22 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.heads import Head
-from mhaprune.scores import estimate
-from mhaprune.scores.estimate import (
-    Estimate,
-    batches,
-    estimate_rates,
-    loss_and_slope,
-    only,
-    rows_for_gradients,
-    slopes,
-    spread,
-)
-from mhaprune.windows import Window
+from mhaprune.measure import gradients
+from mhaprune.measure.gradients import loss_and_slope, rows_for_gradients
+from mhaprune.model.heads import Head
+from mhaprune.scores.estimate import Estimate, batches, estimate_rates, only, slopes, spread
+from mhaprune.text.windows import Window
 from tests.micro import double_model, tiny_model
 from tests.subjects import (
-    IDS,
     KINDS,
     NUM_TOKENS,
     WINDOWS,
@@ -47,7 +38,7 @@ def test_values_come_in_the_order_of_the_heads_that_are_asked_for():
 
 
 def test_the_windows_of_the_subject_score_as_many_tokens_as_they_should(model):
-    assert make_subject(model).num_tokens.tolist() == NUM_TOKENS.tolist()
+    assert make_subject(model).sample.num_tokens.tolist() == NUM_TOKENS.tolist()
 
 
 def test_rates_are_ratios_of_totals_with_the_error_of_a_ratio(model):
@@ -106,17 +97,18 @@ def test_batches_hold_each_window_once_in_order_and_no_more_rows_than_allowed(mo
 
 def test_rows_for_gradients_are_what_the_memory_has_room_for(model, monkeypatch):
     """A position keeps 34 widths in each of 2 blocks and, twice, the logits of 64 tokens."""
+    subject = make_subject(model, rows_per_batch=16)
     kept = 34 * 2 * 32 + 2 * 64
     for room, rows in [(12 * kept * 5, 5), (12 * kept * 5 - 1, 4), (12 * kept * 99, 16), (0, 1)]:
-        monkeypatch.setattr(estimate, "NUMBERS_AT_ONCE", room)
-        assert rows_for_gradients(model, 12, rows_per_batch=16) == rows
-    monkeypatch.setattr(estimate, "NUMBERS_AT_ONCE", 12 * (34 * 32 + 2 * 64) * 7)
-    assert rows_for_gradients(model, 12, rows_per_batch=16, lowest_layer=1) == 7
+        monkeypatch.setattr(gradients, "NUMBERS_AT_ONCE", room)
+        assert rows_for_gradients(subject, 12) == rows
+    monkeypatch.setattr(gradients, "NUMBERS_AT_ONCE", 12 * (34 * 32 + 2 * 64) * 7)
+    assert rows_for_gradients(subject, 12, lowest_layer=1) == 7
 
 
 def test_batches_are_cut_for_the_longest_window(model, monkeypatch):
     windows = (Window(0, 4, 1), Window(0, 25, 1), Window(0, 5, 1))
-    monkeypatch.setattr(estimate, "NUMBERS_AT_ONCE", 24 * (34 * 2 * 32 + 2 * 64) * 2)
+    monkeypatch.setattr(gradients, "NUMBERS_AT_ONCE", 24 * (34 * 2 * 32 + 2 * 64) * 2)
     assert list(batches(make_subject(model, windows=windows))) == [[0, 1], [2]]
 
 
@@ -137,9 +129,8 @@ def test_slopes_are_those_of_the_loss_by_finite_differences(model_type, kind, le
 def test_slopes_at_positions_add_up_to_the_slope_of_the_window(model, kind):
     subject = make_subject(model, kind)
     numbers = [3, 7, 1]  # the last window is shorter than the others
-    arguments = model, IDS, WINDOWS, numbers, subject.ablation
-    losses, of_window = loss_and_slope(*arguments, torch.ones(3, 2, 4))
-    same_losses, at_positions = loss_and_slope(*arguments, torch.ones(3, 12, 2, 4))
+    losses, of_window = loss_and_slope(subject, numbers, torch.ones(3, 2, 4))
+    same_losses, at_positions = loss_and_slope(subject, numbers, torch.ones(3, 12, 2, 4))
     assert at_positions.shape == (3, 12, 2, 4)
     torch.testing.assert_close(at_positions.sum(1), of_window, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(same_losses, losses, rtol=1e-12, atol=0)

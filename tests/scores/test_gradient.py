@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mhaprune.architectures import output_projections
-from mhaprune.baselines import donor_z
-from mhaprune.heads import Head
-from mhaprune.scores.estimate import Subject
+from mhaprune.measure.baselines import Donors, donor_z
+from mhaprune.measure.subject import Subject
+from mhaprune.model.architectures import output_projections
+from mhaprune.model.heads import Head
 from mhaprune.scores.gradient import gradient
-from mhaprune.scores.leave_one_out import Donors
 from tests.micro import double_model
 from tests.subjects import KINDS, NUM_TOKENS, make_subject, slopes_by_differences
 
@@ -26,14 +25,14 @@ def subject_of(model_type: str = "gpt2", kind: str = "zero", **changes) -> Subje
 
 def slopes_at_tokens(subject: Subject, number: int) -> np.ndarray:
     """(z - baseline) . dL/dz of one window, `layer pos head`, by autograd on what enters W_O."""
-    model, window, entered = subject.model, subject.windows[number], []
-    inputs = subject.ids[None, window.start : window.stop - 1]
+    model, window, entered = subject.model, subject.sample.windows[number], []
+    inputs = subject.sample.ids[None, window.start : window.stop - 1]
     with ExitStack() as stack:
         for projection in output_projections(model):
             hook = projection.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
             stack.callback(hook.remove)
         logits = model(inputs, use_cache=False).logits[0, -window.num_scored :]
-    targets = subject.ids[window.first_scored : window.stop]
+    targets = subject.sample.ids[window.first_scored : window.stop]
     gradients = torch.autograd.grad(F.cross_entropy(logits, targets, reduction="sum"), entered)
     found = []
     for layer, (z, slope) in enumerate(zip(entered, gradients, strict=True)):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mhaprune.scores.estimate import Subject
+from mhaprune.measure.subject import Subject
 from mhaprune.scores.integrated_gradients import integrated_gradients
 from tests.micro import double_model, output_rows
 from tests.subjects import HEADS, KINDS, NUM_TOKENS, all_nats, make_subject, slopes_by_differences

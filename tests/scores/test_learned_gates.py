@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.gating import gate_heads
-from mhaprune.heads import Head
-from mhaprune.scores.estimate import Subject
+from mhaprune.measure.subject import Subject
+from mhaprune.model.gating import gate_heads
+from mhaprune.model.heads import Head
 from mhaprune.scores.learned_gates import (
     GateSweep,
     _hard_concrete,
@@ -17,21 +17,22 @@ from mhaprune.scores.learned_gates import (
     open_probability,
     train_gates,
 )
-from mhaprune.windows import Window
+from mhaprune.text.sample import Sample
+from mhaprune.text.windows import Window
 from tests.micro import micro_gpt2, output_rows, tiny_model
 from tests.subjects import gates, make_subject
 
 NEEDED, HARMFUL = Head(0, 0), Head(0, 1)
 
 
-def micro_subject(**changes) -> Subject:
+def micro_subject() -> Subject:
     """Text A B: the model predicts B from A + 2B + 2C; head 0 has added 2B, head 1 2C.
 
     Logits are 4 (a, b, c) / length. Without head 0 that of B is 0; without head 1 it is the
     largest.
     """
-    values = {"windows": (Window(0, 2, 1),), "heads": (NEEDED, HARMFUL)} | changes
-    return Subject(micro_gpt2(), torch.tensor([0, 1]), **values)
+    sample = Sample.of(torch.tensor([0, 1]), (Window(0, 2, 1),))
+    return Subject(micro_gpt2(), sample, (NEEDED, HARMFUL))
 
 
 def nats_to_predict_b(*stream: float) -> float:
@@ -141,7 +142,7 @@ def note_gates(monkeypatch: pytest.MonkeyPatch, used: list[torch.Tensor]) -> Non
         used.append(gate.detach())
         return gate_heads(model, gate, *others)
 
-    for name in ("mhaprune.scores.learned_gates", "mhaprune.scores.estimate"):
+    for name in ("mhaprune.scores.learned_gates", "mhaprune.measure.gradients"):
         if hasattr(sys.modules[name], "gate_heads"):
             monkeypatch.setattr(f"{name}.gate_heads", noting)
 

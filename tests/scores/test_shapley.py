@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mhaprune.heads import Head
-from mhaprune.scores.estimate import Subject
+from mhaprune.measure.subject import Subject
+from mhaprune.model.heads import Head
 from mhaprune.scores.shapley import shapley
 from tests.micro import double_model, output_rows, tiny_model
 from tests.subjects import HEADS, KINDS, NUM_TOKENS, WINDOWS, all_nats, make_subject

@@ -1,0 +1,1 @@
+"""Models and their heads: loading, finding, gating, and the machine they run on."""

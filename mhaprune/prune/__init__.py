@@ -1,0 +1,1 @@
+"""Removing heads: orders, curves, smaller models, their files, healing and savings."""

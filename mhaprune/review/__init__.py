@@ -1,0 +1,1 @@
+"""Views of the tables: terminal, pictures and page. No statistic is computed here."""

@@ -1,0 +1,1 @@
+"""What heads attend to: attention on a sentence, scores of patterns, roles."""

@@ -1,0 +1,1 @@
+"""Programs: configuration, preparation, launching, recording and reproducing of runs."""

@@ -1,0 +1,1 @@
+"""Statistics of effects, without torch: intervals, verdicts, control variates, agreement."""
