@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_place
 
 from experiments import rank_heads
 from mhaprune import cli
@@ -21,6 +20,7 @@ from mhaprune.run.config import CONF_DIR, RankHeadsConfig
 from mhaprune.run.launch import run_program
 from mhaprune.tables.files import write_json
 from mhaprune.tables.manifest import PROGRAMS, program_of
+from tests.tiny import make_place
 
 SWEEP = [
     *("model=local", "model.path=model", "model.device=cpu", "dataset=text"),

@@ -9,10 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ROOMS = "tables text model stats measure scores prune roles review run cli __main__".split()
+CONFIGURING = ("mhaprune.run.config", "mhaprune.run.launch", "mhaprune.run.mistakes")
 KNOWN_ONLY_BY = {
-    "wandb": ("mhaprune.run",),
-    "hydra": ("mhaprune.run", "experiments"),
-    "omegaconf": ("mhaprune.run", "experiments"),
+    "wandb": ("mhaprune.run.tracking",),
+    "hydra": (*CONFIGURING, "experiments"),
+    "omegaconf": (*CONFIGURING, "experiments"),
     "datasets": ("mhaprune.text.load",),
     "huggingface_hub": ("mhaprune.text.hub", "mhaprune.prune.export"),
     "rich": ("mhaprune.review", "mhaprune.run", "mhaprune.cli", "experiments"),
@@ -22,7 +23,12 @@ CALLED_ONLY_BY = {
     "from_pretrained": ("mhaprune.model.load",),
     "load_dataset": ("mhaprune.text.load",),
 }
-WITHOUT_TORCH = ("tables", "stats")
+WITHOUT = {  # what no module of some rooms imports
+    "torch": ("tables", "stats"),
+    "transformers": ("tables", "stats"),
+    "pathlib": ("stats", "scores"),
+    "logging": ("tables", "text", "model", "stats", "measure", "scores", "prune", "roles"),
+}
 PROGRAMS = ("experiments", "scripts", "tests")
 
 
@@ -77,7 +83,7 @@ def problems(module: str, is_package: bool, source: str) -> Iterator[str]:
     for name in PROGRAMS:
         if has(imported, name):
             yield f"{module} imports {name}, a program"
-    for name in ("torch", "transformers") if room in WITHOUT_TORCH else ():
+    for name in (name for name, rooms in WITHOUT.items() if room in rooms):
         if has(imported, name):
             yield f"{module} imports {name}, which {room} does without"
     for other in sorted({room_of(name) for name in imported if is_within(name, "mhaprune")}):
@@ -124,10 +130,16 @@ def test_a_room_says_in_a_few_lines_what_lives_there(room):
     ("module", "source", "problem"),
     [
         ("mhaprune.stats.effects", "import torch", "imports torch, which stats does without"),
+        (
+            "mhaprune.scores.x",
+            "from pathlib import Path",
+            "imports pathlib, which scores does with",
+        ),
+        ("mhaprune.model.gating", "import logging", "imports logging, which model does without"),
         ("mhaprune.model.gating", "import experiments.rank_heads", "imports experiments, a prog"),
         ("mhaprune.cli", "from scripts import bench", "imports scripts, a program"),
-        ("mhaprune.measure.store", "import wandb", "uses wandb, which only mhaprune.run may"),
-        ("experiments.rank_heads", "import wandb", "uses wandb, which only mhaprune.run may"),
+        ("mhaprune.measure.store", "import wandb", "uses wandb, which only mhaprune.run.tr"),
+        ("experiments.rank_heads", "import wandb", "uses wandb, which only mhaprune.run.tr"),
         ("mhaprune.model.load", "from hydra.errors import X", "uses hydra, which only mhaprune.ru"),
         ("mhaprune.prune.x", "def f():\n    import omegaconf", "uses omegaconf, which only"),
         ("mhaprune.run.x", "import datasets as d", "uses datasets, which only mhaprune.text.load"),
@@ -160,7 +172,7 @@ def test_a_bad_import_is_told_in_one_line(module, source, problem):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mhaprune.stats.effects", "import numpy\nfrom pathlib import Path"),
+        ("mhaprune.stats.effects", "import numpy\nimport math"),
         ("mhaprune.measure.baselines", "import torch\nfrom mhaprune.model.gating import f"),
         ("mhaprune.tables.files", "from mhaprune import __version__\nfrom pathlib import Path"),
         ("mhaprune.run.tracking", "import wandb"),

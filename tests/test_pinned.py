@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from programs import resume
-from tiny import measure_losses
 
 from mhaprune.model.heads import select_heads
 from mhaprune.review.report import write_report
@@ -22,6 +20,8 @@ from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
 from mhaprune.run.prepare import prepare
 from mhaprune.run.reproducing import reproduce
 from mhaprune.run.syncing import sync_run
+from tests.programs import resume
+from tests.tiny import measure_losses
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROGRAMS = {

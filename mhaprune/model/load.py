@@ -1,8 +1,6 @@
-"""Models and texts from the hub or the disk; nothing else in the library reads either.
+"""Models from the hub or the disk; nothing else in the library loads any.
 
-The hub is asked only for what its cache lacks, and only once it has answered a short question:
-without a network its own calls hang for most of a minute, while here a run stops within seconds and
-says what to do. Weights come from safetensors (or GGUF) files only, and no code comes with them.
+Weights come from safetensors (or GGUF) files only, and no code comes with them.
 """
 
 import hashlib

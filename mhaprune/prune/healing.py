@@ -1,6 +1,6 @@
 """Healing: a short training of a pruned model, so that the heads left take over what was lost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,9 +49,7 @@ def heal(
         trained: Any = _with_lora(model) if method == "lora" else model.requires_grad_(True)
         rates = [learning_rate * _rate(step, steps) for step in range(steps)]
         draw = np.random.default_rng(seed)
-        for rows in _train(trained, sample, rates, windows_per_step, draw):
-            if progress:
-                progress.advance(rows)
+        _train(trained, sample, rates, windows_per_step, draw, progress or Progress())
     healed = trained.merge_and_unload() if method == "lora" else trained
     return healed.eval().requires_grad_(False)
 
@@ -62,8 +60,9 @@ def _train(
     rates: Sequence[float],
     windows_per_step: int,
     draw: np.random.Generator,
-) -> Iterator[int]:
-    """Take a step at each of the rates; yield how many windows it read."""
+    progress: Progress,
+) -> None:
+    """Take a step at each of the rates."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
     num_windows = len(sample.windows)
@@ -86,7 +85,7 @@ def _train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        yield len(chosen)
+        progress.advance(len(chosen))
     optimizer.zero_grad()  # or the gradients would stay in memory
 
 

@@ -1,6 +1,6 @@
 """Results -> pictures."""
 
-import secrets
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from scipy.stats import rankdata
+
+from mhaprune.tables.files import write_atomically
 
 POINTS_PER_UNIT = 110  # of correlation, on a figure of `cost_against_agreement`
 LINE_OF_TEXT = 0.09  # of correlation
@@ -106,15 +108,9 @@ def save_png(figure: Figure, path: Path) -> None:
 
     Raises the `OSError` of the failure, naming `path`; what was there before is then unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-        temporary.replace(path)
-    except OSError as error:
-        message = f"cannot write {path}: {error.strerror}; what was there before is unchanged"
-        raise OSError(error.errno, message) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150, metadata={"Software": None})
+    write_atomically(path, content.getvalue())
 
 
 def score_scatter(

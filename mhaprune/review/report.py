@@ -1,7 +1,6 @@
 """A run's files -> report.html. Reads nothing but files."""
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,13 @@ from mhaprune.roles.sentence import saved_sentence
 from mhaprune.stats.effects import VERDICTS
 from mhaprune.tables.csv_files import read_rows
 from mhaprune.tables.files import write_atomically
-from mhaprune.tables.manifest import program_of, read_manifest, split_command, title_of
+from mhaprune.tables.manifest import (
+    program_of,
+    read_manifest,
+    shell_command,
+    split_command,
+    title_of,
+)
 from mhaprune.tables.tables import SHOWN, TABLES
 
 
@@ -60,8 +65,9 @@ def read_page(directory: Path) -> RunPage:
 def rerun_command(manifest: Mapping[str, Any]) -> str:
     """Return the command line that the run was started with; experiments/*.py in a checkout."""
     started, arguments = split_command(manifest["command"])
-    in_checkout = ["python", f"experiments/{Path(started[0]).name}"]
-    return shlex.join([*(started if len(started) == 2 else in_checkout), *arguments])
+    if len(started) == 1:
+        started = [f"experiments/{Path(started[0]).name}"]
+    return shell_command(started, arguments)
 
 
 def table_of(directory: Path, name: str) -> list[Any]:

@@ -154,7 +154,7 @@ def measure_curves(
     for order, some in zip(orders, counts, strict=True):
         curves.append(
             make_curve(
-                Order(order.ordering, order.direction, order.heads),
+                order,
                 some,
                 intact,
                 rest[first : first + len(some)],

@@ -1,7 +1,4 @@
-"""What every program does around its question: load, keep measurements, say what ran.
-
-The glue between the edge modules, used by `experiments/` only.
-"""
+"""What every program does before its question: load, cut the texts into samples, say what runs."""
 
 import json
 import sys

@@ -10,8 +10,9 @@ import transformers
 from jaxtyping import Float
 
 from mhaprune.measure.baselines import Ablation, Donors
-from mhaprune.measure.measurer import Measurer, Progress
+from mhaprune.measure.measurer import Measurer
 from mhaprune.measure.perplexity import row_nats, sample_loss
+from mhaprune.measure.progress import Progress
 from mhaprune.measure.subject import Subject
 from mhaprune.model.architectures import head_shape
 from mhaprune.model.gating import gate_heads, gates_of

@@ -1,10 +1,9 @@
 """Losses -> ranking: effects, intervals, verdicts and ranks, as rows and as files."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -20,15 +19,12 @@ from mhaprune.roles.atlas import effects_by_role
 from mhaprune.run.atlas import keep_atlas
 from mhaprune.run.config import EvaluationConfig, RankHeadsConfig, plain
 from mhaprune.run.measuring import measure_losses, measuring, with_ablation
-from mhaprune.run.recording import Recording
+from mhaprune.run.recording import Found, Recording
 from mhaprune.stats.control_variates import Regression, regression_effects
 from mhaprune.stats.effects import VERDICTS, Effects, paired_effects, ranking, verdicts
 from mhaprune.tables.csv_files import with_roles, write_effects, write_rows
 from mhaprune.tables.manifest import title_of
 from mhaprune.tables.rows import HeadEffect, RoleEffect
-
-# Summary, tables by name, and what prints them.
-Found = tuple[dict[str, Any], dict[str, Sequence[Any]], Callable[[], None]]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What every program does around its question: say what runs, keep its files, show it in W&B."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,9 @@ from mhaprune.run.tracking import TrackedProgress, Tracker, track
 from mhaprune.tables.files import artifact_files, only_one, pictures_of, write_json
 from mhaprune.tables.manifest import is_finished
 from mhaprune.tables.private import hide_private
+
+# What ranks heads returns a summary, tables by name, and what prints them.
+Found = tuple[dict[str, Any], dict[str, Sequence[Any]], Callable[[], None]]
 
 
 @dataclass(frozen=True)

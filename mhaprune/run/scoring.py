@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +18,7 @@ from mhaprune.review.pictures import cost_against_agreement, save_png, score_hea
 from mhaprune.run.atlas import keep_atlas
 from mhaprune.run.config import EvaluationConfig, RankHeadsConfig, plain
 from mhaprune.run.measuring import with_ablation
-from mhaprune.run.recording import Recording
+from mhaprune.run.recording import Found, Recording
 from mhaprune.scores.catalogue import SCORES
 from mhaprune.scores.estimate import Estimate
 from mhaprune.stats.agreement import rank_agreement, reliability
@@ -147,9 +147,7 @@ def write_scores(
     return rows
 
 
-def score_and_rank(
-    recording: Recording, subject: Subject, config: RankHeadsConfig
-) -> tuple[dict[str, Any], dict[str, Sequence[Any]], Callable[[], None]]:
+def score_and_rank(recording: Recording, subject: Subject, config: RankHeadsConfig) -> Found:
     """Rank by an estimate: scores.csv. Returns summary, tables and what prints them."""
     name, options, progress = config.score.name, config.score.options, recording.progress
     heads, calibration = subject.heads, recording.prepared.calibration

@@ -1,4 +1,9 @@
-"""Files of the hub, fetched only where the cache lacks them and only once the hub has answered."""
+"""Files of the hub: models' and texts'.
+
+It is asked only for what its cache lacks, and only once it has answered a short question: without a
+network its own calls hang for most of a minute, while here a run stops within seconds and says what
+to do.
+"""
 
 import contextlib
 import fnmatch
@@ -13,8 +18,6 @@ from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 HUB_ANSWER_SECONDS = 3.0
-
-
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_gpt2, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments import head_atlas as program
@@ -20,6 +19,7 @@ from mhaprune.roles.patterns import ROLES
 from mhaprune.run.config import HeadAtlasConfig, RankHeadsConfig
 from mhaprune.run.launch import run_program
 from mhaprune.text.stories import story_texts
+from tests.tiny import tiny_gpt2, tiny_tokenizer
 
 SMALL = [
     *("evaluation.context_length=64", "evaluation.max_windows=4"),

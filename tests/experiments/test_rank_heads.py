@@ -17,9 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from micro import numpy_gpt2, numpy_nats, output_rows, without_heads
 from omegaconf import OmegaConf
-from tiny import tiny_gpt2, tiny_tokenizer
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
@@ -30,6 +28,8 @@ from mhaprune.run import ranking
 from mhaprune.run.config import CONF_DIR, RankHeadsConfig, validate
 from mhaprune.run.launch import run_program
 from mhaprune.text.stories import story_texts
+from tests.micro import numpy_gpt2, numpy_nats, output_rows, without_heads
+from tests.tiny import tiny_gpt2, tiny_tokenizer
 
 CONTEXT, NUM_WINDOWS = 16, 6
 HEADS = select_heads(["L*H*"], 2, 4)

@@ -9,16 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from micro import numpy_gpt2, tiny_model, without_heads
-from tiny import (
-    Bar,
-    make_config,
-    make_place,
-    measure_losses,
-    other_calibration,
-    other_weights,
-    subject_of,
-)
 
 from mhaprune.measure import measurer
 from mhaprune.measure.leave_one_out import Donors, Unit, plan
@@ -36,6 +26,16 @@ from mhaprune.run.prepare import Prepared, prepare
 from mhaprune.run.ranking import rank
 from mhaprune.text.sample import window_batch
 from mhaprune.text.windows import Window
+from tests.micro import numpy_gpt2, tiny_model, without_heads
+from tests.tiny import (
+    Bar,
+    make_config,
+    make_place,
+    measure_losses,
+    other_calibration,
+    other_weights,
+    subject_of,
+)
 
 ALL_HEADS = select_heads(["L*H*"], 2, 4)
 ROW_NATS = 1e-4  # rounding of a window's loss (some 90 nats) between batches of another size

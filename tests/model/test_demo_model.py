@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import measure_losses
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
@@ -29,6 +28,7 @@ from mhaprune.run.prepare import prepare
 from mhaprune.run.ranking import rank
 from mhaprune.text.stories import CALIBRATION_SEED, EVALUATION_SEED, Story, stories
 from scripts.train_demo_model import LAST_PHASE, PHASES, TOKENIZER_SEED
+from tests.tiny import measure_losses
 
 HELD_OUT_SEED = 77
 CONTEXT, PERIOD = 256, 64

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from tiny import measure_losses
 from torch import Tensor
 
 from mhaprune.measure.perplexity import sample_loss
@@ -18,6 +17,7 @@ from mhaprune.roles.patterns import previous_token_score
 from mhaprune.run.config import CONF_DIR, RankHeadsConfig, plain, validate
 from mhaprune.run.prepare import Prepared, prepare
 from mhaprune.text import hub
+from tests.tiny import measure_losses
 
 PROGRAM = Path(__file__).parents[2] / "experiments" / "rank_heads.py"
 SENTENCE = "The cat sat on the mat because it was tired"

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
-from tiny import END, tiny_gpt2, tiny_tokenizer
 from tokenizers.processors import ByteLevel
 
 from mhaprune.model import load
@@ -25,6 +24,7 @@ from mhaprune.text.tokens import (
     split_documents,
     tokenize,
 )
+from tests.tiny import END, tiny_gpt2, tiny_tokenizer
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 MULTI_BYTE = "naïve – 你好 🙂"  # noqa: RUF001

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from micro import micro_gpt2, tiny_model
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from mhaprune.model.architectures import head_shape
@@ -12,6 +11,7 @@ from mhaprune.model.gating import gate_heads
 from mhaprune.model.heads import Head
 from mhaprune.prune.compaction import COMPACTABLE, compact, kv_cache_bytes_per_token, make_dense
 from mhaprune.prune.compaction import num_parameters as count
+from tests.micro import micro_gpt2, tiny_model
 
 # The tiny models have 2 layers of 4 heads; all but GPT-2's are in 2 KV groups of 2.
 REMOVED = {

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from micro import tiny_model
-from tiny import tiny_gpt2, tiny_tokenizer
 from transformers import GPT2LMHeadModel
 
 from mhaprune.model.architectures import head_shape
@@ -16,6 +14,8 @@ from mhaprune.model.heads import Head
 from mhaprune.model.load import hash_weights
 from mhaprune.prune.compaction import COMPACTABLE, compact, make_dense
 from mhaprune.prune.export import check_directory, export, model_card
+from tests.micro import tiny_model
+from tests.tiny import tiny_gpt2, tiny_tokenizer
 
 HEADS = [Head(0, head) for head in range(4)] + [Head(1, 1)]  # a layer without heads, uneven groups
 IDS = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(3))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from micro import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from mhaprune.model.gating import gate_heads
@@ -13,6 +12,7 @@ from mhaprune.model.heads import Head
 from mhaprune.prune import modeling_pruned
 from mhaprune.prune.compaction import COMPACTABLE, compact
 from mhaprune.prune.modeling_pruned import PRUNED, PrunedGPT2Config, PrunedLlamaConfig
+from tests.micro import tiny_model
 
 HEADLESS = [Head(0, head) for head in range(4)] + [Head(1, 1)]  # layer 1 has uneven groups
 EVERY_HEAD = [Head(layer, head) for layer in range(2) for head in range(4)]

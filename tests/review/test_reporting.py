@@ -15,7 +15,6 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 import yaml
-from tiny import make_place
 
 from experiments import compare_scores, head_atlas, prune_heads, rank_heads
 from mhaprune.review.index import refresh_index, runs_below, write_index
@@ -31,6 +30,7 @@ from mhaprune.run.launch import run_program
 from mhaprune.tables.files import write_json
 from mhaprune.tables.manifest import program_of
 from mhaprune.tables.tables import SHOWN
+from tests.tiny import make_place
 
 TEXT = "</script><b>the cat's cat</b>"
 SCHEMAS = {

@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from micro import tiny_model
-from tiny import END, make_config, make_place, tiny_gpt2, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from mhaprune.model.load import LoadedModel
@@ -38,6 +36,8 @@ from mhaprune.tables.csv_files import read_rows
 from mhaprune.tables.rows import HeadEffect, HeadRole, RoleEffect
 from mhaprune.text.tokens import Text, tokenize
 from mhaprune.text.windows import Window
+from tests.micro import tiny_model
+from tests.tiny import END, make_config, make_place, tiny_gpt2, tiny_tokenizer
 
 SCORES = [field.name for field in fields(PatternScores)]
 TEXT = "the cat sat on the mat because it was tired"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from scipy import stats
-from tiny import make_tokens, tiny_gpt2, tiny_tokenizer
 
 from mhaprune.measure.measurer import Losses
 from mhaprune.measure.subject import Subject
@@ -24,6 +23,7 @@ from mhaprune.tables.rows import HeadEffect
 from mhaprune.text.sample import Protocol, Sample
 from mhaprune.text.tokens import Tokens
 from mhaprune.text.windows import Window
+from tests.tiny import make_tokens, tiny_gpt2, tiny_tokenizer
 
 INTACT_NATS = np.array([4.0, 8.0])  # 8 tokens: 1.5 nats/token
 ABLATED_NATS = {

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny import make_config, make_place
 
 from experiments import rank_heads as program
 from mhaprune.measure.progress import Progress
@@ -26,6 +25,7 @@ from mhaprune.run.recording import Recording, is_shared, recorded
 from mhaprune.run.tracking import Tracker
 from mhaprune.tables.files import only_one
 from mhaprune.tables.manifest import is_finished
+from tests.tiny import make_config, make_place
 
 SUMMARY = {"baseline/perplexity": 6.0}
 Told = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Path], Sequence[Path]]

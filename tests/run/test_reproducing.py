@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from programs import resume
 from safetensors.torch import load_file, save_file
-from tiny import make_place
 
 from experiments import prune_heads, rank_heads
 from mhaprune.run import reproducing
@@ -29,6 +27,8 @@ from mhaprune.run.reproducing import (
 )
 from mhaprune.tables.csv_files import read_effects, write_effects
 from mhaprune.tables.rows import HeadEffect
+from tests.programs import resume
+from tests.tiny import make_place
 
 SMALL = [
     *("model=local", "model.path=model", "model.device=cpu"),

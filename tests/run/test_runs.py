@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import make_config, make_place, make_tokens, other_calibration, other_weights
 
 from mhaprune.measure.perplexity import sample_loss
 from mhaprune.run import prepare as runs
@@ -26,6 +25,7 @@ from mhaprune.text.sample import Sample
 from mhaprune.text.stories import CALIBRATION_SEED, EVALUATION_SEED, story_texts
 from mhaprune.text.tokens import Text, Tokens
 from mhaprune.text.windows import Window
+from tests.tiny import make_config, make_place, make_tokens, other_calibration, other_weights
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import make_config, make_place, subject_of
 
 from mhaprune.measure.baselines import Donors
 from mhaprune.measure.progress import Progress
@@ -37,6 +36,7 @@ from mhaprune.tables.csv_files import read_rows
 from mhaprune.tables.rows import HeadScore, ScoreAgreement
 from mhaprune.text.sample import Sample
 from mhaprune.text.windows import Window
+from tests.tiny import make_config, make_place, subject_of
 
 ALL_HEADS = select_heads(["L*H*"], 2, 4)
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import make_config, make_place, measure_losses
 
 from experiments import rank_heads as program
 from mhaprune.measure import measurer as measurer_module
@@ -27,6 +26,7 @@ from mhaprune.run.config import RankHeadsConfig
 from mhaprune.run.launch import run_program
 from mhaprune.run.measuring import OthersAtWork
 from mhaprune.run.prepare import Prepared, prepare
+from tests.tiny import make_config, make_place, measure_losses
 
 RESULTS = ("effects.csv", "summary.json", "roles.csv", "by_role.csv", "attention.npz")
 SAME = (*RESULTS, "heatmap.png")
